@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from rewire.errors import RewireError, UnsupportedCall, check_type
 from rewire.mixes.history import History
-from rewire.passes.editing.connect import register
+from rewire.passes.editing.connect import plain_parameters, register
 from rewire.placement import Placement, is_dtensor
 from rewire.ranks import chain
 from rewire.ranks.meeting import check_alike
@@ -50,7 +50,7 @@ def pipeline_stage(stage: nn.Module) -> None:
             around some of them. Changed in place.
 
     Raises:
-        RewireError: the part has all blocks of its trunks, so that it was rewired after it was cut; two streams cross
+        RewireError: the part has all that was there when it was rewired, so that it was cut before; two streams cross
             at one place; the part is sharded already; or other ranks' parts of its trunk
             were rewired differently.
 
@@ -64,11 +64,11 @@ def pipeline_stage(stage: nn.Module) -> None:
         True
     """
     parts = _parts(stage)
-    if parts and all(part.first == 0 and part.last is None for part in parts):
+    if any(part.whole and plain_parameters(stage) >= part.connection.others for part in parts):
         raise RewireError(
-            f"this stage has all residual adds of trunk '{parts[0].name}': no stream crosses its ends. If it was cut "
-            "from a larger model and then rewired, stages would be networks of their own: rewire the whole model, then "
-            "cut it, then call rewire.pipeline_stage on each part."
+            f"this stage has all residual adds of trunk '{parts[0].name}', and all that was there when it was rewired: "
+            "if it was cut from a larger model before, stages would be networks of their own. Rewire the whole model, "
+            "then cut it, then call rewire.pipeline_stage on each part."
         )
     entering, leaving = [p for p in parts if p.first > 0], [p for p in parts if p.last is not None]
     for crossing in (entering, leaving):
@@ -78,7 +78,7 @@ def pipeline_stage(stage: nn.Module) -> None:
                 "place: cut the model where it has one stream."
             )
     chain.check_chains([chain.Part(p.connection.facts(), p.connection.number, p.first, p.last) for p in parts])
-    held = {part.name: _placed(stage, part) for part in parts}
+    held = {part.name: _placed(stage, part) for part in parts if not part.whole}
     for module in stage.modules():
         for entry in entries_of(module):
             entry.cut_at = next((part.last for part in leaving if part.name == entry.trunk), None)
@@ -157,6 +157,10 @@ class Part:
     @property
     def name(self) -> str:
         return self.connection.layout.trunk
+
+    @property
+    def whole(self) -> bool:
+        return self.first == 0 and self.last is None
 
 
 def _parts(stage: nn.Module) -> list[Part]:
@@ -483,7 +487,9 @@ class _Hand(torch.autograd.Function):
     def forward(ctx: Any, boundary: Boundary, kept: Kept, *tensors: Tensor) -> Tensor:
         ctx.boundary, ctx.grads, ctx.alive = boundary, kept.grads, _Alive()  # and no tensors
         kept.graph = weakref.ref(ctx.alive) if any(ctx.needs_input_grad) else None
-        message = boundary.message.packed([x for x, known in zip(tensors, boundary.known, strict=True) if known is None])
+        message = boundary.message.packed(
+            [x for x, known in zip(tensors, boundary.known, strict=True) if known is None]
+        )
         return message
 
     @staticmethod
@@ -529,7 +535,9 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         crossed = []
-        learned = [(x, grad) for x, grad in zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True) if grad is not None]
+        learned = [
+            (x, grad) for x, grad in zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True) if grad is not None
+        ]
         if learned:
             torch.autograd.backward(*zip(*learned, strict=True))
         for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):

@@ -77,7 +77,7 @@ def test_a_block_that_reads_ahead(key: str) -> None:
     (message,) = first(worker.tokens())
     # x_0 .. x_4, as post-norm units have one add each; and all logits
     weights = 9 * 8 // 2 if key == "ancre-ingoing" else 0
-    assert message.numel() == worker.tokens().numel() * (5 * worker.WIDTH + 2 * math.ceil(weights / 4 / 48)) 
+    assert message.numel() == worker.tokens().numel() * (5 * worker.WIDTH + 2 * math.ceil(weights / 4 / 48))
     torch.testing.assert_close(second(message), model(worker.tokens()), rtol=1e-12, atol=1e-12)
 
 
@@ -163,7 +163,11 @@ def test_a_message_is_what_was_packed(key: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("key", "pieces"),
-    [("grn-v3", [("b", "w")] * 4), ("hc-dynamic", [("dynamic", "scale", "static")] * 4), ("ancre-ingoing", [("logits",)])],
+    [
+        ("grn-v3", [("b", "w")] * 4),
+        ("hc-dynamic", [("dynamic", "scale", "static")] * 4),
+        ("ancre-ingoing", [("logits",)]),
+    ],
 )
 def test_weights_are_on_the_stage_of_their_unit(key: str, pieces: list[tuple[str, ...]]) -> None:
     model = worker.make(key)
@@ -215,6 +219,23 @@ def test_a_sequence_of_blocks() -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["ancre-ingoing", "hc-dynamic"])
+@pytest.mark.parametrize("head", [True, False])
+def test_a_stage_with_a_whole_trunk(key: str, head: bool) -> None:
+    """[embedding] [all blocks], and [all blocks] [head]: plain hidden states cross."""
+    model = worker.make(key)
+    blocks, rest = copy.deepcopy(model), copy.deepcopy(model)
+    rest.layers = nn.ModuleDict()
+    for name in ("norm", "head") if head else ("embed",):
+        setattr(blocks, name, None)
+    for name in ("embed",) if head else ("norm", "head"):
+        setattr(rest, name, None)
+    stages = [blocks, rest] if head else [rest, blocks]
+    for stage in stages:
+        rewire.pipeline_stage(stage)
+    assert torch.equal(stages[1](stages[0](worker.tokens())), model(worker.tokens()))
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +244,7 @@ def test_a_stage_that_was_rewired_by_itself() -> None:
     with pytest.raises(rewire.RewireError, match=r"'norm' beside trunk 'layers' was set to None"):
         rewire.compile(part, "ancre-ingoing", example_inputs=(worker.tokens(),))
     rewired = rewire.compile(part, "ancre-ingoing", example_inputs=(worker.tokens(),), trunks=["layers"])
-    with pytest.raises(rewire.RewireError, match=r"rewire the whole model, then cut it"):
+    with pytest.raises(rewire.RewireError, match=r"Rewire the whole model, then cut it"):
         rewire.pipeline_stage(rewired)
 
 

@@ -64,6 +64,7 @@ class Connection(Watched):
         rows: of those that have rows for each unit (`Topology.unit_rows`), how many.
         travelling: the others. On a pipeline stage that goes on with a trunk they come with the stream.
         dims: sizes of the trunk; on a stage with the units whose rows are here, as parameters of their own (`pieces`).
+        others: how many parameters the model had when it was rewired; fewer are left of it where it was cut.
         number: of connections before this one in this process; copies have the same.
     """
 
@@ -72,6 +73,7 @@ class Connection(Watched):
     placement: Placement | None = None
     report: Report | None = None
     learned_names: tuple[str, ...] = ()
+    others = 0
 
     def __init__(
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None

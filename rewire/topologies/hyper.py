@@ -331,7 +331,11 @@ class HyperConnections(ParallelStreams):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
-        return found if "dynamic" in parameters else found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
+        return (
+            found
+            if "dynamic" in parameters
+            else found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
+        )
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:
