@@ -324,7 +324,7 @@ class Boundary:
         return stream.placement.wrapped(message) if stream.placement is not None else message
 
     def stream(self, message: Any, kept: deque[Kept] | None = None) -> Stream:
-        """The stream of what crossed, and of what was kept. By a call of the connection: FSDP then gathers its weights."""
+        """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it."""
         record = None if kept is None else self._taken(kept)
 
         def resumed(message: Any) -> Stream:
@@ -503,9 +503,9 @@ class _Hand(torch.autograd.Function):
 class _Take(torch.autograd.Function):
     """The tensors of a stream, from the message and from those that were kept, which get their gradients.
 
-    Behind them the stage's own weights. They get theirs here, too, by a backward pass of their own: zero-bubble schedules
-    compute gradients of inputs and those of weights in two passes, which works only if no weight is used on both sides
-    of another one, and these are used on both sides of a block.
+    Behind them the stage's own weights. They get theirs here, too, by a backward pass of their own: zero-bubble
+    schedules compute gradients of inputs and those of weights in two passes, which works only if no weight is used on
+    both sides of another one, and these are used on both sides of a block.
     """
 
     @staticmethod
@@ -535,11 +535,10 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         crossed = []
-        learned = [
-            (x, grad) for x, grad in zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True) if grad is not None
-        ]
+        of_own = zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True)
+        learned = [(own, grad) for own, grad in of_own if grad is not None]
         if learned:
-            torch.autograd.backward(*zip(*learned, strict=True))
+            torch.autograd.backward([own for own, _ in learned], [grad for _, grad in learned])
         for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):
             if number is None:
                 crossed.append(torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad)

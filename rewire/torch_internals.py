@@ -74,7 +74,8 @@ def drop_parameters(module: nn.Module) -> None:
 
 def casts_inputs(module: nn.Module) -> bool:
     """Whether FSDP2's mixed precision casts what the module is called with."""
-    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    policy = None if state_of is None else state_of()._mp_policy
     return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
 
 

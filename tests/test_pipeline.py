@@ -154,7 +154,9 @@ def test_a_message_is_what_was_packed(key: str, dtype: torch.dtype) -> None:
     for tokens in ((3, 5), (1, 1), (7,)):
         shapes = [(*tokens, *shape) for shape in message.trailing]
         states = [torch.randn(shape, dtype=dtype) for shape in shapes]
-        states = [x.float() if known and dtype.itemsize < 4 else x for x, known in zip(states, message.precise)]
+        states = [
+            x.float() if known and dtype.itemsize < 4 else x for x, known in zip(states, message.precise, strict=True)
+        ]
         given = [*states, *(torch.randn(shape) for shape in message.weights)]
         packed = message.packed(given)
         assert packed.shape[:-1] == tokens and message.fits(packed) and not packed._is_view()

@@ -197,7 +197,7 @@ class Connection(Watched):
         Raises:
             RewireError: the weights are sharded.
         """
-        units, given = self.layout.units, parameters_of(self)
+        units, given = self.layout.units, dict(self.named_parameters(recurse=False))
         if not self.rows and first == 0:
             return self
         if self.rows and any(map(is_dtensor, given.values())):

@@ -81,7 +81,7 @@ class Weights(NamedTuple):
     units: Mapping[int, Unit]
     last: Unit | None
     constants: Tensor | None = None
-    steps: Mapping[int, Tensor] = {}  # noqa: RUF012 - of a tuple
+    steps: Mapping[int, Tensor] = {}
     entry: Tensor | None = None
 
 

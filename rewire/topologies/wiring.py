@@ -6,7 +6,7 @@ What they do not name stays plain: it is not mixed, no state is held for it, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
