@@ -333,9 +333,9 @@ class Boundary:
                 local = message.to_local()
                 placement = Placement.of_tokens(message, torch.Size([*local.shape[:-1], self.message.last(local)]))
             own = self.connection.learned(placement)
-            held = _Take.apply(self, record, [*own.values()] if local.requires_grad else [], local)
+            held = _Take.apply(self, record, local, *own.values())
             states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
-            learned = own | dict(zip([*self.weights, *own], held[len(self.states) :], strict=False))
+            learned = dict(zip([*self.weights, *own], held[len(self.states) :], strict=True))
             return self.connection.resume(states, learned, self.position, placement)
 
         return self.connection(message, resumed)
@@ -503,19 +503,16 @@ class _Hand(torch.autograd.Function):
 class _Take(torch.autograd.Function):
     """The tensors of a stream, from the message and from those that were kept, which get their gradients.
 
-    Behind them the stage's own weights. They get theirs here, too, by a backward pass of their own: zero-bubble
-    schedules compute gradients of inputs and those of weights in two passes, which works only if no weight is used on
-    both sides of another one, and these are used on both sides of a block.
+    Behind them the stage's own weights: zero-bubble schedules compute gradients of inputs, then those of weights from
+    where both meet. For connection weights that would be on both sides of blocks, whose graph the second pass would
+    free; so they meet here.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, boundary: Boundary, kept: Kept | None, own: list[Tensor], message: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.own = own
+    def forward(ctx: Any, boundary: Boundary, kept: Kept | None, message: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.boundary, ctx.grads = boundary, [] if kept is None else kept.grads
         ctx.set_materialize_grads(False)
-        crossed, (*_, needed) = iter(boundary.message.parts(message)), ctx.needs_input_grad
+        crossed, needed = iter(boundary.message.parts(message)), ctx.needs_input_grad[2]
         held, learn = [], []
         for number in boundary.known:
             if number is None:
@@ -535,16 +532,13 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         crossed = []
-        of_own = zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True)
-        learned = [(own, grad) for own, grad in of_own if grad is not None]
-        if learned:
-            torch.autograd.backward([own for own, _ in learned], [grad for _, grad in learned])
         for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):
             if number is None:
                 crossed.append(torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad)
             else:
                 ctx.grads[number] = grad
-        return None, None, None, ctx.boundary.message.packed(crossed)
+        message = ctx.boundary.message.packed(crossed) if ctx.needs_input_grad[2] else None
+        return None, None, message, *grads[len(ctx.boundary.known) :]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
