@@ -229,6 +229,10 @@ def _rewired_adapter(base: Any) -> Any:
             reader = super().get_hf_storage_reader(path, *args, **kwargs)
             saved = reader.read_metadata().state_dict_metadata
             for name in [name for name in self.converted if CONNECTIONS in name and name not in saved]:
+                if name.rpartition("_")[0] in saved:
+                    raise UnsupportedCall(
+                        f"'{name}' is a stage's part of a weight that {path} has whole: load it without pipelines once."
+                    )
                 del self.converted[name]
             return reader
 
