@@ -5,7 +5,8 @@
 The models are built on the meta device at their real sizes and rewired; `rewire.pipeline` tells what of a stream
 crosses each boundary, tensor by tensor. From that, the sizes of the cluster and one formula for the work of a stage,
 follow: bytes per boundary and micro-batch, their time at the bandwidth of one 400 Gb/s link for each GPU, the share of
-a micro-batch's computation that this is if nothing overlaps, and what the stages keep of states that they were sent.
+a micro-batch's computation that this is if nothing overlaps, what the stages keep of what they were sent and of their
+weights for each micro-batch in flight, and the receive buffers of torch's stages, one for each micro-batch and way.
 No time is measured.
 """
 
@@ -125,22 +126,27 @@ def row(cluster: Cluster, name: str, options: dict[str, Any]) -> dict[str, Any]:
     seconds = cluster.forward_seconds(model)
     rewired = rewire.compile(model, name, validate=False, **options)
     (connection,) = rewire.connections(rewired).values()
-    weights = sum(p.numel() for p in connection.parameters())
+    sizes = {name: 4 * p.numel() for name, p in connection.named_parameters()}
+    weights = sum(sizes[name] for name in connection.travelling)
     states = [elements / cluster.width for elements in crossing(connection, cluster.cuts())]
-    sent = max(states) * cluster.state + 4 * weights
+    messages = [held * cluster.state + weights for held in states]
+    sent = max(messages)
+    own = (sum(sizes.values()) - weights) / cluster.pipeline  # on a stage
     in_flight = [cluster.pipeline - stage for stage in range(1, cluster.pipeline)]  # micro-batches, under 1F1B
     return {
         "model": cluster.name,
         "topology": name,
         "options": options,
         "hidden_states": max(states),
-        "weight_bytes": 4 * weights,
+        "weight_bytes": weights,
+        "own_bytes": own,
+        "buffer_bytes": cluster.micro_batches * max(map(sum, zip([0, *messages], [*messages, 0], strict=True))),
         "bytes": sent,
         "seconds": sent / LINK,
         "forward_seconds_of_a_stage": seconds,
         "share": sent / LINK / seconds,
         "bytes_per_step": 2 * cluster.micro_batches * sent,
-        "kept_bytes": max(n * held * cluster.state for n, held in zip(in_flight, states, strict=True)),
+        "kept_bytes": max(n * (message + own) for n, message in zip(in_flight, messages, strict=True)),
     }
 
 
@@ -149,21 +155,25 @@ def table(rows: list[dict[str, Any]]) -> str:
         "model",
         "topology",
         "hidden states",
-        "weights",
+        "weights that cross",
+        "of a stage",
         "a boundary",
         "at 50 GB/s",
         "of a forward",
         "a step",
         "kept",
+        "torch's buffers",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for r in rows:
         options = "".join(f", `{key}={value}`" for key, value in r["options"].items())
         name = "plain" if r["topology"] == "residual" else f"`{r['topology']}`{options}"
         lines.append(
-            f"| {r['model']} | {name} | {r['hidden_states']:.1f} | {r['weight_bytes'] / 1e6:,.1f} MB "
+            f"| {r['model']} | {name} | {r['hidden_states']:.1f} | {r['weight_bytes'] / 1e6:,.2f} MB "
+            f"| {r['own_bytes'] / 1e6:,.1f} MB "
             f"| {r['bytes'] / 1e6:,.0f} MB | {1e3 * r['seconds']:.1f} ms | {r['share']:.0%} "
-            f"| {r['bytes_per_step'] / 1e9:,.1f} GB | {r['kept_bytes'] / 1e9:.2f} GB |"
+            f"| {r['bytes_per_step'] / 1e9:,.1f} GB | {r['kept_bytes'] / 1e9:.2f} GB "
+            f"| {r['buffer_bytes'] / 1e9:.1f} GB |"
         )
     return "\n".join(lines)
 

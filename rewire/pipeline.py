@@ -1,14 +1,15 @@
 """Pipeline parallelism: a rewired model that is cut between its blocks.
 
-Where a stage ends in the middle of a trunk, its stream leaves as plain tensors: the states, and the learned connection
-weights, which the next stage goes on with. Autograd then does the rest. The gradients of states and of connection
-weights go back from stage to stage like any other gradient, and add up on the one stage that holds the weights: the
-one on which the trunk starts. There is nothing to reduce, to clip or to save twice, whatever the schedule.
+Where a stage ends in the middle of a trunk, its stream leaves as one plain tensor. Connection weights that one unit
+uses stay on the stage of that unit. The few that many units use, small matrices, are on the stage on which the trunk
+starts, and go along with the states; their gradients come back as those of states do, and add up there. There is
+nothing to reduce, to clip or to save twice, whatever the schedule.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,18 +18,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rewire.errors import RewireError, UnsupportedCall, check_type
 from rewire.mixes.history import History
-from rewire.passes.editing.connect import register
+from rewire.passes.editing.connect import plain_parameters, register
 from rewire.placement import Placement, is_dtensor
 from rewire.ranks import chain
 from rewire.ranks.meeting import check_alike
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
+from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.runtime.stream import Stream
-from rewire.torch_internals import children_of, forward_hooks, forward_pre_hooks, pytree
+from rewire.torch_internals import casts_inputs, children_of, forward_hooks, forward_pre_hooks, pytree
 
 H = TypeVar("H")
 
@@ -37,17 +40,18 @@ def pipeline_stage(stage: nn.Module) -> None:
     """Let a part of a rewired model be one stage of a pipeline.
 
     Rewire the model, cut it between blocks, call this on each part, then shard, compile and build optimisers. The part
-    takes and returns tuples of tensors where a stream belongs; the learned connection weights stay on the part on which
-    their trunk starts, and on the others come with the stream. In a process group, ranks compare their recipes here:
-    this waits for ranks that come later, but not for long.
+    takes and returns a tensor where a stream belongs. It has the learned connection weights of its own units, each by
+    itself: ``dynamic_5`` are those of unit 5 in ``dynamic``. Those that many units read are on the part on which their
+    trunk starts, and come with the stream. In a process group, ranks compare their recipes here: this waits for ranks
+    that come later, but not for long.
 
     Args:
         stage: what is left of a rewired model, usually a deep copy of it without some of its blocks, or a module
             around some of them. Changed in place.
 
     Raises:
-        RewireError: the part has all blocks of its trunks, so that it was rewired after it was cut; two streams cross
-            at one place; the connection weights of a sharded part are missing; or other ranks' parts of its trunk
+        RewireError: the part has all that was there when it was rewired, so that it was cut before; two streams cross
+            at one place; the part is sharded already; or other ranks' parts of its trunk
             were rewired differently.
 
     Example:
@@ -60,11 +64,11 @@ def pipeline_stage(stage: nn.Module) -> None:
         True
     """
     parts = _parts(stage)
-    if parts and all(part.first == 0 and part.last is None for part in parts):
+    if any(part.whole and plain_parameters(stage) >= part.connection.others for part in parts):
         raise RewireError(
-            f"this stage has all residual adds of trunk '{parts[0].name}': no stream crosses its ends. If it was cut "
-            "from a larger model and then rewired, stages would be networks of their own: rewire the whole model, then "
-            "cut it, then call rewire.pipeline_stage on each part."
+            f"this stage has all residual adds of trunk '{parts[0].name}', and all that was there when it was rewired: "
+            "if it was cut from a larger model before, stages would be networks of their own. Rewire the whole model, "
+            "then cut it, then call rewire.pipeline_stage on each part."
         )
     entering, leaving = [p for p in parts if p.first > 0], [p for p in parts if p.last is not None]
     for crossing in (entering, leaving):
@@ -74,7 +78,7 @@ def pipeline_stage(stage: nn.Module) -> None:
                 "place: cut the model where it has one stream."
             )
     chain.check_chains([chain.Part(p.connection.facts(), p.connection.number, p.first, p.last) for p in parts])
-    held = {part.name: _placed(stage, part) for part in parts}
+    held = {part.name: _placed(stage, part) for part in parts if not part.whole}
     for module in stage.modules():
         for entry in entries_of(module):
             entry.cut_at = next((part.last for part in leaving if part.name == entry.trunk), None)
@@ -154,6 +158,10 @@ class Part:
     def name(self) -> str:
         return self.connection.layout.trunk
 
+    @property
+    def whole(self) -> bool:
+        return self.first == 0 and self.last is None
+
 
 def _parts(stage: nn.Module) -> list[Part]:
     check_type("stage", stage, nn.Module)
@@ -178,15 +186,15 @@ def entries_of(module: nn.Module) -> list[Entry]:
 
 def _placed(stage: nn.Module, part: Part) -> Connection:
     """The connection that the stage holds, with the learned weights if the trunk starts here."""
-    connection = part.connection if part.first == 0 else part.connection.receiving()
+    connection = part.connection.staged(part.first, part.last)
     for module in stage.modules():
         for name, child in children_of(module).items():
             if child is part.connection:
                 children_of(module)[name] = connection
                 return connection
-    if part.first == 0 and any(is_dtensor(parameter) for parameter in stage.parameters()):
+    if (part.first == 0 or connection.rows) and any(is_dtensor(parameter) for parameter in stage.parameters()):
         raise RewireError(
-            f"the connection weights of trunk '{part.name}' were lost when the model was cut, and its first stage is "
+            f"the connection weights of trunk '{part.name}' were lost when the model was cut, and this stage is "
             "sharded without them: call rewire.pipeline_stage before the stage is sharded."
         )
     assert connection.trunk is not None
@@ -221,7 +229,7 @@ class _Crossing:
 
 
 class _Leaves(_Crossing):
-    """Forward hook: a stream that goes on to the next stage leaves as tensors, in place."""
+    """Forward hook: a stream that goes on to the next stage leaves as a tensor, in place."""
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         items = output if isinstance(output, (tuple, list)) else (output,)
@@ -233,30 +241,37 @@ class _Leaves(_Crossing):
             )
         packed: list[Any] = []
         for item in items:
-            packed.extend(self.boundary.tensors(item, self.kept) if isinstance(item, Stream) else (item,))
+            packed.append(self.boundary.sent(item, self.kept) if isinstance(item, Stream) else item)
         return tuple(packed)
 
 
 class _Enters(_Crossing):
-    """Forward pre-hook: the tensors of a stream that comes from the stage before, the first arguments, become one."""
+    """Forward pre-hook: the tensor that comes from the stage before, the first argument, becomes a stream."""
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        count = self.boundary.count
-        if len(args) < count or not all(isinstance(arg, Tensor) for arg in args[:count]):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        boundary = self.boundary
+        if not args or not isinstance(args[0], Tensor) or not boundary.message.fits(args[0]):
+            got = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else f"{len(args)} arguments"
             raise UnsupportedCall(
-                f"a stage that begins after residual add {self.boundary.position} of trunk '{self.boundary.name}' "
-                f"takes {count} tensors, the states of its stream and connection weights, and was given {len(args)} "
-                "arguments. All parts have to be cut from one rewired model, rewire.pipeline_stage has to be called on "
-                "the stage before, too, and what that returns has to be handed on as it is."
+                f"a stage that begins after residual add {boundary.position} of trunk '{boundary.name}' takes the "
+                f"tensor that the stage before returns, {boundary.message}, and was given {got}. All parts have to be "
+                "cut from one rewired model, rewire.pipeline_stage has to be called on the stage before, too, and what "
+                "that returns has to be handed on as it is."
             )
-        return (self.boundary.stream(args[:count], self.kept), *args[count:])
+        if boundary.message.float32 and casts_inputs(module):
+            raise UnsupportedCall(
+                f"the mixed precision of this stage of trunk '{boundary.name}' would cast connection weights that come "
+                "with the stream: the policy of a whole stage needs cast_forward_inputs=False."
+            )
+        return (boundary.stream(args[0], self.kept), *args[1:])
 
 
 class Boundary:
     """A place in a trunk at which streams become tensors, and tensors streams.
 
     A stream is its states, each tensor once and a `History` as the states in it, as an `outline` has them; then the
-    learned connection weights in the order of their names. All of it crosses, but for what the receiving rank has kept.
+    connection weights that many units read. All of it crosses, in one `Message`, but for what the receiving rank has
+    kept.
 
     Args:
         connection: of the trunk.
@@ -279,18 +294,19 @@ class Boundary:
         ids = [id(state) for state in states]
         self.states = [n for n, state in enumerate(ids) if state not in ids[:n]]  # different ones
         self.same = [self.states.index(ids.index(state)) for state in ids]
-        self.weights = sorted(connection.learned_names)
+        self.weights = connection.travelling
         has = [list(dict.fromkeys(map(id, _flat(one)[0]))) for one in earlier]
         #: For each tensor of the stream, its number in the stream at the earlier place; None: it has to cross.
         self.known = [has[0].index(ids[n]) if earlier and ids[n] in has[0] else None for n in self.states]
         self.known += [len(has[0]) + n if earlier else None for n in range(len(self.weights))]
+        shapes = connection.layout.topology.parameters(connection.layout.dims, connection.start)
+        self.message = Message(
+            connection.layout,
+            [states[n] for n, known in zip(self.states, self.known, strict=False) if known is None],
+            [] if earlier else [shapes[name].shape for name in self.weights],
+        )
 
-    @property
-    def count(self) -> int:
-        """Number of tensors that cross."""
-        return self.known.count(None)
-
-    def tensors(self, stream: Stream, kept: deque[Kept] | None = None) -> tuple[Tensor, ...]:
+    def sent(self, stream: Stream, kept: deque[Kept] | None = None) -> Tensor:
         """What crosses; ``kept`` gets what the stream is."""
         stream = stream.summed()
         states, structure = _flat(stream)
@@ -304,24 +320,25 @@ class Boundary:
         record = Kept(held)
         if kept is not None:
             kept.append(record)
-        handed = _Hand.apply(record, *held)
-        if stream.wraps:
-            assert stream.placement is not None
-            count = len(self.states)
-            handed = (*map(stream.placement.wrapped, handed[:count]), *handed[count:])
-        return tuple(tensor for tensor, known in zip(handed, self.known, strict=True) if known is None)
+        message: Tensor = _Hand.apply(self, record, *held)
+        return stream.placement.wrapped(message) if stream.placement is not None else message
 
-    def stream(self, tensors: Sequence[Tensor], kept: deque[Kept] | None = None) -> Stream:
-        """The stream of what crossed, and of what was kept."""
-        inputs: list[Any] = [*tensors]
-        local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in inputs]
-        held = _Take.apply(self.known, None if kept is None else self._taken(kept), *local)
-        states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
-        placement, topology = self.connection.placement, self.connection.layout.topology
-        if is_dtensor(inputs[0]):
-            placement = Placement.of_tokens(inputs[0], topology.template(states).shape)
-        learned = dict(zip(self.weights, held[len(self.states) :], strict=True))
-        return self.connection.resume(states, learned, self.position, placement)
+    def stream(self, message: Any, kept: deque[Kept] | None = None) -> Stream:
+        """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it."""
+        record = None if kept is None else self._taken(kept)
+
+        def resumed(message: Any) -> Stream:
+            placement, local = self.connection.placement, message
+            if is_dtensor(message):
+                local = message.to_local()
+                placement = Placement.of_tokens(message, torch.Size([*local.shape[:-1], self.message.last(local)]))
+            own = self.connection.learned(placement)
+            held = _Take.apply(self, record, local, *own.values())
+            states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
+            learned = dict(zip([*self.weights, *own], held[len(self.states) :], strict=True))
+            return self.connection.resume(states, learned, self.position, placement)
+
+        return self.connection(message, resumed)
 
     def _taken(self, kept: deque[Kept]) -> Kept:
         """The oldest of the records whose micro-batch is still on its way."""
@@ -344,7 +361,7 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
     layout = connection.layout
     tensors = layout.topology.parameters(layout.dims, connection.start)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
-    token = layout.token("meta")
+    token = layout.token("meta").bfloat16()  # what is more precise than hidden states shows
     stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []
     for position in positions:
         while stream.position < position:
@@ -384,56 +401,144 @@ class _Alive:
     """Lives as long as the graph that holds it."""
 
 
-class _Hand(torch.autograd.Function):
-    """The tensors of a stream, as a stage may return them, with the gradients of what was kept.
+class Message:
+    """How the tensors of a stream that cross become one, and are views of one.
 
-    Contiguous; and neither parameters nor views, as some schedules detach what a stage returned in place.
+    Its memory has one after the other: weights and what else is float32, as bits, then hidden states. Its shape tells
+    how many tokens there are, [tokens.., c], c columns for each; so it may be a DTensor, too.
+
+    Args:
+        layout: of the trunk.
+        states: on the meta device, in bfloat16 those that are hidden states.
+        weights: shapes of the weights.
+
+    Attributes:
+        float32: whether it has bits of such numbers.
+    """
+
+    def __init__(self, layout: Layout, states: Sequence[Tensor], weights: Sequence[torch.Size]) -> None:
+        dims = layout.token("meta").dim() - 1  # of tokens
+        self.trailing = [state.shape[dims:] for state in states]
+        self.precise = [state.dtype == torch.float32 for state in states]
+        self.channels = layout.dims.width if layout.channels_are_last else None  # else what there are
+        self.weights, self.float32 = weights, bool(weights) or any(self.precise)
+
+    def __str__(self) -> str:
+        return f"of {len(self.trailing)} states" + " and some weights" * bool(self.weights)
+
+    def fits(self, message: Tensor) -> bool:
+        """Whether a tensor may be such a message."""
+        last = self.last(message)
+        return last >= 1 and sum(self._columns(message.shape[:-1].numel(), message.dtype, last)) == message.shape[-1]
+
+    def last(self, message: Tensor) -> int:
+        """The size of the last dimension of hidden states."""
+        if self.channels is not None:
+            return self.channels
+        weights, *states = self._columns(message.shape[:-1].numel(), message.dtype, 1)
+        return (message.shape[-1] - weights) // sum(states)
+
+    def _trailing(self, state: int, last: int) -> torch.Size:
+        shape = self.trailing[state]
+        return shape if self.channels is not None else torch.Size([*shape[:-1], last])
+
+    def _columns(self, tokens: int, dtype: torch.dtype, last: int) -> list[int]:
+        """Of the weights, and of each state."""
+        bits = 4 * sum(shape.numel() for shape in self.weights)
+        double = max(1, 4 // dtype.itemsize)
+        sizes = [self._trailing(n, last).numel() for n in range(len(self.trailing))]
+        precise = [n * double if known else n for n, known in zip(sizes, self.precise, strict=True)]
+        return [2 * math.ceil(bits / (2 * dtype.itemsize * max(1, tokens))), *precise]
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The message of states and weights."""
+        states, weights = tensors[: len(self.trailing)], tensors[len(self.trailing) :]
+        like = next(state for state, precise in zip(states, self.precise, strict=True) if not precise)
+        tokens = states[0].shape[: states[0].dim() - len(self.trailing[0])]
+        message = like.new_zeros(*tokens, sum(self._columns(tokens.numel(), like.dtype, like.shape[-1])))
+        precise = torch.promote_types(like.dtype, torch.float32)
+        given = [s.to(precise) if known else s for s, known in zip(states, self.precise, strict=True)]
+        for place, tensor in zip(self.parts(message), [*given, *weights], strict=True):
+            place.copy_(tensor)
+        return message
+
+    def parts(self, message: Tensor) -> list[Tensor]:
+        """The states and weights in a message: views of it."""
+        tokens, last = message.shape[:-1], self.last(message)
+        sizes = [columns * tokens.numel() for columns in self._columns(tokens.numel(), message.dtype, last)]
+        order = sorted(range(len(self.trailing)), key=lambda n: not self.precise[n])  # wider numbers first
+        bits, *pieces = message.reshape(-1).split([sizes[0], *(sizes[n + 1] for n in order)])
+        precise = torch.promote_types(message.dtype, torch.float32)
+        found: dict[int, Tensor] = {}
+        for n, piece in zip(order, pieces, strict=True):
+            found[n] = (piece.view(precise) if self.precise[n] else piece).view(*tokens, *self._trailing(n, last))
+        flat, counts = bits.view(torch.float32), [shape.numel() for shape in self.weights]
+        weights = flat[: sum(counts)].split(counts) if counts else ()
+        return [*(found[n] for n in sorted(found)), *map(Tensor.view, weights, self.weights)]
+
+
+class _Hand(torch.autograd.Function):
+    """The message of a stream's tensors, as a stage may return it, with the gradients of what was kept.
+
+    Neither a parameter nor a view, as some schedules detach what a stage returned in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, kept: Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.grads, ctx.alive = kept.grads, _Alive()  # and no tensors
+    def forward(ctx: Any, boundary: Boundary, kept: Kept, *tensors: Tensor) -> Tensor:
+        ctx.boundary, ctx.grads, ctx.alive = boundary, kept.grads, _Alive()  # and no tensors
         kept.graph = weakref.ref(ctx.alive) if any(ctx.needs_input_grad) else None
-        ctx.set_materialize_grads(False)
-        handed = tuple(tensor.detach().contiguous() for tensor in tensors)
-        needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(tensor for tensor, need in zip(handed, needed, strict=True) if not need))
-        return handed
+        message = boundary.message.packed(
+            [x for x, known in zip(tensors, boundary.known, strict=True) if known is None]
+        )
+        return message
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *map(_sum, grads, ctx.grads))
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        crossed = iter(ctx.boundary.message.parts(grad))
+        found = [next(crossed) if known is None else None for known in ctx.boundary.known]
+        return (None, None, *map(_sum, found, ctx.grads))
 
 
 class _Take(torch.autograd.Function):
-    """The tensors of a stream, from those that crossed and those that were kept, which get their gradients."""
+    """The tensors of a stream, from the message and from those that were kept, which get their gradients.
+
+    Behind them the stage's own weights: zero-bubble schedules compute gradients of inputs, then those of weights from
+    where both meet. For connection weights that would be on both sides of blocks, whose graph the second pass would
+    free; so they meet here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, known: list[int | None], kept: Kept | None, *crossed: Tensor) -> tuple[Tensor, ...]:
-        ctx.known, ctx.grads = known, [] if kept is None else kept.grads
+    def forward(ctx: Any, boundary: Boundary, kept: Kept | None, message: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.boundary, ctx.grads = boundary, [] if kept is None else kept.grads
         ctx.set_materialize_grads(False)
-        new, needed = iter(crossed), iter(ctx.needs_input_grad[2:])
+        crossed, needed = iter(boundary.message.parts(message)), ctx.needs_input_grad[2]
         held, learn = [], []
-        for number in known:
+        for number in boundary.known:
             if number is None:
-                held.append(next(new).detach())
-                learn.append(next(needed))
+                held.append(next(crossed).detach())
+                learn.append(needed)
             else:
                 assert kept is not None
                 held.append(kept.tensors[number].detach())
                 learn.append(kept.learn[number])
+        held += [x.detach() for x in own]
+        learn += [x.requires_grad for x in own]
+        ctx.made = [(x.shape, x.dtype, x.device) for x in held]
         ctx.mark_non_differentiable(*(tensor for tensor, learns in zip(held, learn, strict=True) if not learns))
         return tuple(held)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         crossed = []
-        for number, grad in zip(ctx.known, grads, strict=True):
+        for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):
             if number is None:
-                crossed.append(None if grad is None else grad.contiguous())
+                crossed.append(torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad)
             else:
                 ctx.grads[number] = grad
-        return (None, None, *crossed)
+        message = ctx.boundary.message.packed(crossed) if ctx.needs_input_grad[2] else None
+        return None, None, message, *grads[len(ctx.boundary.known) :]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

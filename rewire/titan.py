@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 
+#: Schedules with two backward passes.
+SPLIT_BACKWARD = {"interleavedzerobubble", "zbvzerobubble", "dualpipev"}
+
+
 def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **options: Any) -> ModelSpec:
     """The specification of a rewired model.
 
@@ -128,7 +132,7 @@ def _parallelized(
     """The specification's ``parallelize_fn``, without connections; then these, in FSDP groups of their own.
 
     Raises:
-        UnsupportedCall: under ``spmd_backend="full_dtensor"``.
+        UnsupportedCall: under ``spmd_backend="full_dtensor"``, or for zero-bubble schedules with FSDP.
     """
     if parallelism.spmd_backend == "full_dtensor":
         raise UnsupportedCall(
@@ -137,6 +141,13 @@ def _parallelized(
             "'partial_dtensor'."
         )
     if parallel_dims.pp_enabled:
+        schedule = parallelism.pipeline_parallel_schedule
+        if parallel_dims.fsdp_enabled and schedule.lower() in SPLIT_BACKWARD:
+            raise UnsupportedCall(
+                f"the schedule {schedule} computes gradients of inputs and of weights in two passes, and FSDP2 reduces "
+                "them after the first: torch 2.13 loses gradients, those of plain models, too. Use 1F1B or "
+                "Interleaved1F1B, or no data_parallel_shard_degree."
+            )
         pipeline_stage(model)
     given = {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
     held = {module: children_of(module).pop(CONNECTIONS) for module in _owners(model)}
@@ -180,7 +191,8 @@ def _shard(
     if dims is not None:
         options["dp_mesh_dims"] = dims
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-    fully_shard(connection, mesh=mesh, mp_policy=policy, **options)
+    # Weights are copied when the stream begins: nothing needs to be gathered again for backward.
+    fully_shard(connection, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **options)
     disable_fsdp_gradient_division(connection)
 
 
@@ -217,6 +229,10 @@ def _rewired_adapter(base: Any) -> Any:
             reader = super().get_hf_storage_reader(path, *args, **kwargs)
             saved = reader.read_metadata().state_dict_metadata
             for name in [name for name in self.converted if CONNECTIONS in name and name not in saved]:
+                if name.rpartition("_")[0] in saved:
+                    raise UnsupportedCall(
+                        f"'{name}' is a stage's part of a weight that {path} has whole: load it without pipelines once."
+                    )
                 del self.converted[name]
             return reader
 

@@ -72,6 +72,13 @@ def drop_parameters(module: nn.Module) -> None:
     module._parameters = {}
 
 
+def casts_inputs(module: nn.Module) -> bool:
+    """Whether FSDP2's mixed precision casts what the module is called with."""
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    policy = None if state_of is None else state_of()._mp_policy
+    return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
+
+
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks

@@ -83,7 +83,9 @@ def parameter_groups(
         for name, parameter in connection.named_parameters():
             unit = connection.stored_in[name]
             # An optimiser decays by rate times decay, and the rate has the unit in it.
-            own.setdefault((unit, weight_decay * unit if name in decayed else 0.0), []).append(parameter)
+            own.setdefault((unit, weight_decay * unit if connection.weight_of(name) in decayed else 0.0), []).append(
+                parameter
+            )
     learned = {id(p) for parameters in own.values() for p in parameters}
     matrices = [] if muon_lr is None else _matrices(model)
     learned |= {id(p) for p in matrices}

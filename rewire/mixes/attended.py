@@ -42,10 +42,10 @@ EPS = 1e-6  # of the norm
 
 
 class AttendedTable(Table):
-    """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
+    """Queries of reads in turn: read t is of the t states so far; the one before the first query has none.
 
     Args:
-        queries: w, float32 [K, D], of the reads from 2 on: the first of them is of two states.
+        queries: w, float32 [K, D], of the reads from ``first`` on.
         scaled: whether the weights of n states add up to n, not to 1.
         block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
         group: reads until there is another state.
@@ -54,6 +54,7 @@ class AttendedTable(Table):
         rank: how many channels scores are of, the last ones; None: all.
         only_scores: whether the weights are another function of the scores (`AttendedHistory.scores_of`) than one
             softmax over all states: then mixes are left to autograd.
+        first: the t of the first read that has a query, 2 or more.
 
     Attributes:
         blocks: how the reads are arranged.
@@ -75,12 +76,13 @@ class AttendedTable(Table):
         normed: bool = False,
         only_scores: bool = False,
         rank: int | None = None,
+        first: int = 2,
     ) -> None:
         of_reads = [0, *([1] * len(queries) if ways is None else ways)]
-        self.blocks = Blocks.of(queries, len(of_reads), 1, block, group)
+        self.blocks = Blocks.of(queries, len(of_reads), first - 1, block, group)
         self.first = first_mixes(of_reads)
         self._ask(queries, of_reads)
-        self.by_state = ByState(*[(None,) * len(of_reads)] * 4)
+        self.by_state = ByState(*[(None,) * max(len(of_reads), self.blocks.states)] * 4)
         self.scaled, self.normed, self.only_scores = scaled, normed, only_scores
         self.rank = rank
 

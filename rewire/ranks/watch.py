@@ -70,6 +70,10 @@ class Watched(nn.Module):
         """What ranks that train one model have to have in common."""
         raise NotImplementedError
 
+    def here(self) -> str:
+        """Which of the weights this rank has, if they are spread over the stages of a pipeline."""
+        raise NotImplementedError
+
 
 @functools.cache
 def _hook() -> None:
@@ -222,7 +226,7 @@ def _trunk(connection: Watched, weights: list[Any], gradients: list[Tensor]) -> 
     (name,) = facts["trunks"]
     gradient, value = Sketch(gradients), Sketch([local(weight) for weight in weights])
     sketch = {"facts": facts, "gradient": gradient.numbers(), "value": value.numbers()}
-    return {f"{name} {sorted({str(part(weight)) for weight in weights})}": sketch}
+    return {f"{name} {connection.here()} {sorted({str(part(weight)) for weight in weights})}": sketch}
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import logging
@@ -28,6 +29,7 @@ from rewire.runtime.adapters import tell_if_left_out
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
+from rewire.runtime.pieces import apart, pieces, together
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, topology_in
@@ -63,8 +65,11 @@ class Connection(Watched):
         report: what `rewire.compile` found in the model; None where it was loaded.
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
         stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
-        learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
-            this module: they come with the stream.
+        learned_names: of the learned weights.
+        rows: of those that have rows for each unit (`Topology.unit_rows`), how many.
+        travelling: the others. On a pipeline stage that goes on with a trunk they come with the stream.
+        dims: sizes of the trunk; on a stage with the units whose rows are here, as parameters of their own (`pieces`).
+        others: how many parameters the model had when it was rewired; fewer are left of it where it was cut.
         number: of connections before this one in this process; copies have the same.
     """
 
@@ -73,6 +78,7 @@ class Connection(Watched):
     placement: Placement | None = None
     report: Report | None = None
     learned_names: tuple[str, ...] = ()
+    others = 0
 
     def __init__(
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
@@ -87,11 +93,15 @@ class Connection(Watched):
         known(self)
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
-        self.layout, self.start = layout, start
+        self.layout, self.start, self.dims = layout, start, layout.dims
         given = layout.topology.parameters(layout.dims, start)
         fixed = {name: value for name, value in given.items() if isinstance(value, nn.Buffer)}
         learned = {name: value for name, value in given.items() if name not in fixed}
         self.learned_names = tuple(learned)
+        rows = layout.topology.unit_rows(layout.dims)
+        self.rows = {n: [len(learned[n]) if k < 0 else k for k in rows[n]] for n in learned if n in rows}
+        self.row_shapes = {name: learned[name].shape[1:] for name in self.rows}
+        self.travelling = [name for name in learned if name not in rows]
         scales = layout.topology.natural_scales(layout.dims)
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
@@ -111,8 +121,9 @@ class Connection(Watched):
     def reset_parameters(self) -> None:
         """Set the start values, and constants, again (after ``to_empty``, say)."""
         start = self.layout.topology.parameters(self.layout.dims, self.start)
-        held = {*parameters_of(self), *buffers_of(self)}  # on a later pipeline stage there are no learned weights
-        self.set_values({name: value for name, value in start.items() if name in held})
+        held = {*parameters_of(self), *buffers_of(self)}
+        own = start if self.dims.here is None else apart(start, self.rows)
+        self.set_values({name: value for name, value in own.items() if name in held})
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
@@ -123,26 +134,33 @@ class Connection(Watched):
 
     def values(self) -> dict[str, Tensor]:
         """The learned weights by name, with gradients, as the formulas have them: what is stored times its unit."""
-        return self._values(self._learned())
+        self._check_all_here()
+        return self._values(self.learned())
 
-    def __call__(self, x: Tensor) -> Stream:
+    def __call__(self, x: Tensor, *resume: Callable[[Tensor], Stream]) -> Stream:
         show_tensors_to_global_hooks()
-        stream: Stream = super().__call__(x)
+        stream: Stream = super().__call__(x, *resume)
         return stream
 
-    def forward(self, x: Tensor) -> Stream:
+    def forward(self, x: Tensor, resume: Callable[[Tensor], Stream] | None = None) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].
+
+        Args:
+            x: that; or what a stage of a pipeline that goes on with the trunk was sent.
+            resume: in that case, what makes the stream of it (`resume`).
 
         Raises:
             RewireError: the weights were cast to another dtype than float32, or hidden states are sharded in a way
                 that was not declared.
         """
+        if resume is not None:
+            return resume(x)
         placement, layout = self.placement, self.layout
         if is_dtensor(x):
             x, placement = unwrapped(x, layout.channel_dim, layout.trunk)
         elif placement is None:
             check_whole(x, layout.channel_dim, layout.trunk)
-        learned = self._learned(placement)
+        learned = self.learned(placement)
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
     def check_ranks(self, x: Any) -> None:
@@ -166,17 +184,50 @@ class Connection(Watched):
     def facts(self) -> dict[str, Any]:
         return facts_of({self.layout.trunk: self.shared()})
 
+    def here(self) -> str:
+        return str(self.dims.here or "")
+
     def shared(self) -> dict[str, Any]:
         """What the trunk has to be on all ranks that train one model."""
         layout = self.layout
         more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
         return {**self.recipe(), **more}
 
-    def receiving(self) -> Connection:
-        """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
+    def staged(self, first: int, last: int | None) -> Connection:
+        """One like this for a stage of a pipeline: with the rows of its own units, and on the first what travels.
+
+        Args:
+            first, last: residual adds before the stage, and up to its end; None: the trunk's end.
+
+        Raises:
+            RewireError: the weights are sharded.
+        """
+        units, given = self.layout.units, dict(self.named_parameters(recurse=False))
+        if not self.rows and first == 0:
+            return self
+        if self.rows and any(map(is_dtensor, given.values())):
+            raise RewireError(
+                f"the connection weights of trunk '{self.layout.trunk}' are sharded, and each stage is to have those "
+                "of its own units: call rewire.pipeline_stage before the stage is sharded."
+            )
         other = copy.copy(self)
         drop_parameters(other)
+        own = {name: name for name in self.travelling if first == 0}
+        if self.rows:
+            here = range(units[first], self.dims.depth + 2 if last is None else units[last - 1] + 1)
+            other.dims = dataclasses.replace(self.dims, here=here)
+            own |= {piece: name for piece, (name, t) in pieces(self.rows).items() if t in here}
+        other.stored_in = self.stored_in | {piece: self.stored_in[name] for piece, name in own.items()}
+        values = apart(given, self.rows)
+        for piece, name in own.items():
+            learned = nn.Parameter(values[piece].detach().clone(), given[name].requires_grad)
+            setattr(learned, NO_WEIGHT_DECAY, True)
+            other.register_parameter(piece, learned)
         return other
+
+    def weight_of(self, name: str) -> str:
+        """The learned weight that a parameter is, or of which it is the rows of a unit."""
+        return pieces(self.rows).get(name, (name, 0))[0]
 
     def resume(
         self, states: States, learned: Mapping[str, Tensor], position: int, placement: Placement | None
@@ -185,7 +236,7 @@ class Connection(Watched):
 
         Args:
             states: as the topology has them, a `History` as a tuple of the states in it.
-            learned: weights, by name.
+            learned: weights, those that came with the states and those that are here.
             position: number of residual adds.
             placement: of the hidden states.
         """
@@ -201,14 +252,18 @@ class Connection(Watched):
         Raises:
             RewireError: they were cast, or are on another pipeline stage.
         """
-        return self._effective(self._learned())
+        self._check_all_here()
+        return self._effective(self.learned())
 
-    def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
-        """The learned weights, whole, for use on hidden states of this placement."""
-        if len(parameters_of(self)) < len(self.learned_names):
+    def _check_all_here(self) -> None:
+        if not parameters_of(self).keys() >= {*self.learned_names}:
             raise RewireError(
-                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
+                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stages of its units, those "
+                "that many units read on the one on which it starts; all of them are asked for."
             )
+
+    def learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
+        """The learned weights, whole, for use on hidden states of this placement."""
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
         return learned if placement is None else placement.reduced(learned)
@@ -242,7 +297,10 @@ class Connection(Watched):
                 )
         device = next(iter(stored.values())).device if stored else torch.device("cpu")
         with outside_autocast(device):
-            return self.layout.topology.weights(self._values(stored), self.layout.dims)
+            values = self._values(stored)
+            if self.dims.here is not None:
+                values = together(values, self.rows, self.row_shapes)
+            return self.layout.topology.weights(values, self.dims)
 
     def _values(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         units = {name: self.stored_in.get(name, 1.0) for name in stored}
@@ -258,6 +316,7 @@ class Connection(Watched):
     def recipe(self) -> dict[str, Any]:
         """What the weights belong to: topology, options, and the trunk's sizes."""
         scales = {name: scale for name, scale in sorted(self.stored_in.items()) if scale != 1}
+        scales = {name: scale for name, scale in scales.items() if name in self.learned_names}
         return recipe_of(self.layout) | ({"scales": scales} if scales else {})
 
     def get_extra_state(self) -> Tensor:
@@ -304,12 +363,25 @@ class Connection(Watched):
             told = "The state dict is one of a plain model: the connection weights of trunk '%s' stay as they are."
             logger.warning(told, self.layout.trunk)
             return
+        state_dict = self._in_form(state_dict, prefix)
         recipe = state_dict.get(f"{prefix}_extra_state")
         if isinstance(recipe, Tensor):
             ratios = {prefix + name: ratio for name, ratio in self._ratios(read_recipe(recipe)).items()}
             changed = [key for key in ratios if key in state_dict]
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+
+    def _in_form(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """A state dict with weights whole or by unit, as they are here, whichever it has."""
+        known, cut = pieces(self.rows), len(prefix)
+        own = {key[cut:]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        others = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
+        if self.dims.here is not None:
+            held = parameters_of(self)
+            own = {name: value for name, value in apart(own, self.rows).items() if name in held or name not in known}
+        elif known and known.keys() <= own.keys():
+            own = together(own, self.rows, self.row_shapes)
+        return others | {prefix + name: value for name, value in own.items()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         tell_if_left_out(self, prefix.rstrip("."))
@@ -324,7 +396,7 @@ class Connection(Watched):
     def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
         """What weights in a file with this recipe have to be multiplied with, where that is not one."""
         before = _scales_in(recipe)
-        ratios = {name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
+        ratios = {name: before.get(self.weight_of(name), 1.0) / unit for name, unit in self.stored_in.items()}
         if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # nothing would be left of the weights
             raise RewireError(f"the recipe among the weights is damaged: units {before}, here {self.stored_in}.")
         return {name: ratio for name, ratio in ratios.items() if ratio != 1}

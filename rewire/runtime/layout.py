@@ -32,6 +32,7 @@ class Layout:
     Attributes:
         posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
             one is behind the stream.
+        channels_are_last: whether the last dimension of hidden states as topologies see them is known to be channels.
         observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
             ``"write"``, the site, and its branch outputs; ``"skip"``, a site that did not run, and None; ``"view"``,
             the position, and what gives other dimensions; ``"finish"``, the number of sites, and the output. All as
@@ -57,6 +58,7 @@ class Layout:
         self.posts = frozenset(posts) - ({len(units) - 1} if as_recurrence(topology) is None else set())
         self.loops = tuple(loops)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
+        self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
 

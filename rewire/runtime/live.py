@@ -137,6 +137,8 @@ class Live:
             value = stream.finish()
         elif in_post:
             value = stream.value()
+        elif self.entry is not None and stream.position == self.entry.cut_at:
+            value = stream.unread()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm

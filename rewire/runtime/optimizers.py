@@ -62,7 +62,8 @@ def _mistakes(optimizer: Optimizer) -> dict[str, list[str]]:
 
 def _weights() -> Iterator[tuple[str, Any, bool]]:
     """Learned connection weights: name, parameter, and whether it is a matrix, for which decay may be meant."""
-    for connection in list(_CONNECTIONS):
-        layout: Any = connection.layout
+    connections: list[Any] = [*_CONNECTIONS]
+    for connection in connections:
+        layout = connection.layout
         for name, parameter in connection.named_parameters():
-            yield f"{layout.trunk}: {name}", parameter, name in layout.topology.matrices
+            yield f"{layout.trunk}: {name}", parameter, connection.weight_of(name) in layout.topology.matrices

@@ -245,6 +245,10 @@ class Stream(TensorLike):
         value, _ = apart.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
+    def unread(self) -> Tensor:
+        """What stands for the stream at the end of a pipeline's stage, where the next one reads: not a number."""
+        return self._out(self.template.new_full((), torch.nan).expand(self.template.shape))
+
     def lent(self) -> Tensor:
         value = self.value()
         if not torch.compiler.is_compiling():

@@ -30,7 +30,7 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         The rewired model, in evaluation mode. Its start (what ``reset_parameters`` sets) is ``"paper"``.
 
     Raises:
-        RewireError: the folder holds no rewired model, or a damaged one.
+        RewireError: the folder holds no rewired model, or a damaged one; or ``distributed_config`` has a ``pp_size``.
         UnknownName: transformers has no such class, or a topology is not known here.
         ImportError: transformers is missing.
 
@@ -44,6 +44,11 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
     """
     if (Path(folder) / RECIPE).is_file() and not (Path(folder) / "config.json").is_file():
         raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")
+    if (getattr(options.get("distributed_config"), "pp_size", None) or 1) > 1:
+        raise RewireError(
+            "the pipelines of transformers (pp_size) send one hidden state from stage to stage, and no stream: load "
+            "with pp_size=1, cut the model, call rewire.pipeline_stage on each part, and take a pipeline of torch."
+        )
     recipes = _recipes(Path(folder))
     cls = _saved_class(folder) if model_class is None else model_class
     loaded = _rewiring(cls, recipes).from_pretrained(folder, **options)

@@ -171,6 +171,9 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         """Queries are multiplied with normed vectors, whose size is the root of the width."""
         return {"queries": OF_STATES * self._keys(dims) ** -0.5}
 
+    def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
+        return {"queries": self.each(dims, self.ways(dims))}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
         """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
         w, rows = parameters["queries"].float(), [ways * self.heads for ways in self.ways(dims)]
@@ -179,9 +182,16 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
             return self.chosen(dims, w.split(rows))
-        only_scores = not self._one_softmax()
+        first, softmax = next(iter(self.mixing(dims)), dims.depth + 2), self._one_softmax()
         return AttendedTable(
-            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=only_scores, rank=self.rank
+            w,
+            self.scaled,
+            group=self.group,
+            ways=rows,
+            normed=self.normed,
+            only_scores=not softmax,
+            rank=self.rank,
+            first=first,
         )
 
     def mix(self, history: Any, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:

@@ -37,6 +37,8 @@ class Dims:
         width: channels D of the hidden states; known wherever a topology says that it `needs_width`.
         attention: units t whose branch begins with an attention that has separate q/k/v inputs; empty for topologies
             that do not ask for it.
+        here: on a pipeline stage, the units whose own weights are there (`Topology.unit_rows`), T + 1 being the output;
+            None: all.
 
     Example:
         >>> sorted(rewire.ANCRe().parameters(rewire.Dims(depth=3), "paper"))
@@ -46,6 +48,16 @@ class Dims:
     depth: int
     width: int = 0
     attention: frozenset[int] = frozenset()
+    here: range | None = None
+
+    def has(self, t: int) -> bool:
+        """Whether the weights of unit t are here."""
+        return self.here is None or t in self.here
+
+    @property
+    def units(self) -> list[int]:
+        """Those of the units 1..T whose weights are here."""
+        return [t for t in range(1, self.depth + 1) if self.has(t)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,6 +168,15 @@ class Topology(ABC, Generic[W]):
         """
         of_vectors = dict.fromkeys(self.of_vectors, OF_STATES * (dims.width or 1) ** -0.5)
         return dict.fromkeys(self.of_states, OF_STATES) | of_vectors
+
+    def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
+        """Of learned weights each row of which one unit alone uses: how many each unit has, in turn, T + 1 the last;
+        -1: all that there are.
+
+        A stage of a pipeline then has those of its own units, and `weights` gets these rows and ``dims.here``. What is
+        not named here goes from stage to stage with the stream.
+        """
+        return {}
 
     @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:

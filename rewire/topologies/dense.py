@@ -138,7 +138,7 @@ class _Dense(Topology[W]):
 
     def mixing(self, dims: Dims) -> Sequence[int]:
         """Those of them that have weights."""
-        return [*self.wired(dims)] if self.few else self.reads(dims)
+        return [t for t in (self.wired(dims) if self.few else self.reads(dims)) if dims.has(t)]
 
     def wired(self, dims: Dims) -> dict[int, tuple[int, ...]]:
         """With few connections, the sources of each read that has weights."""
@@ -154,7 +154,8 @@ class _Dense(Topology[W]):
     def sizes(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many sources it mixes."""
         if self.few:
-            return [len(numbers) + self._rest(t, numbers) for t, numbers in self.wired(dims).items()]
+            found = self.wired(dims)
+            return [len(found[t]) + self._rest(t, found[t]) for t in self.mixing(dims)]
         return [len(self.sources_of(t, dims)) for t in self.mixing(dims)]
 
     def ways(self, dims: Dims) -> list[int]:
@@ -178,7 +179,13 @@ class _Dense(Topology[W]):
     def chosen(self, dims: Dims, rows: Iterable[Any]) -> Few:
         """Weights of few connections, of what each read that has some needs: what `weights` has to return then."""
         found = self.wired(dims)
-        return Few(found, rows, {t: self.separate(t, dims) or () for t in found})
+        rows_of = dict(zip(self.mixing(dims), rows, strict=True))
+        return Few(found, rows_of, {t: self.separate(t, dims) or () for t in found})
+
+    def each(self, dims: Dims, sizes: Iterable[int]) -> list[int]:
+        """For `unit_rows`: of the reads that have weights in turn so many rows, of other units none."""
+        found = dict(zip(self.mixing(dims), sizes, strict=True))
+        return [found.get(t, 0) for t in range(1, dims.depth + 2)]
 
     def _rest(self, t: int, numbers: Sequence[int]) -> bool:
         """Whether read t mixes the sum of what is not named, too."""

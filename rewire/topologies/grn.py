@@ -112,11 +112,16 @@ class GRN(DenseIncrements[Weights]):
             parameters["w"] = torch.zeros(sum(ways), dims.width)
         return parameters
 
+    def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
+        ways = self.ways(dims)
+        entries = [m * n for m, n in zip(ways, self.sizes(dims), strict=True)]
+        return {"b": self.each(dims, entries), "w": self.each(dims, ways)}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self.ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None and not self.few:
-            return Table(b, ways, group=self.group, queries=w)
+            return Table(b, ways, self.mixing(dims)[0], group=self.group, queries=w)
         flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
@@ -163,7 +168,7 @@ class GRN(DenseIncrements[Weights]):
 
     def _b(self, weights: Weights, t: int) -> Tensor:
         """[ways, N] or [ways, N, D]."""
-        return weights.rows[t - 1] if isinstance(weights, Table) else weights[t].b
+        return weights.rows[t - weights.blocks.first] if isinstance(weights, Table) else weights[t].b
 
     def _stack(self, states: States) -> States:
         """``G_t``: with ``last``, increments that wait for the middle sum are added to it."""

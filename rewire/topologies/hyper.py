@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -70,18 +70,18 @@ class Weights(NamedTuple):
     """Weights of a trunk.
 
     Attributes:
-        units: of each t.
+        units: of each t that is here.
         last: of the read that is the output, if it is learned.
         constants: of the topology, if it has any.
-        steps: of units in turn whose next read needs no other weights than these, float32 [n + 1, n + 1]: what new
+        steps: of each unit whose next read needs no other weights than these, float32 [n + 1, n + 1]: what new
             streams (rows), and in the last row that read, take of the streams and of the branch (last column).
         entry: scales of the trunk's input in each stream, [n, D]; None: the streams start as copies.
     """
 
-    units: tuple[Unit, ...]
+    units: Mapping[int, Unit]
     last: Unit | None
     constants: Tensor | None = None
-    steps: tuple[Tensor, ...] = ()
+    steps: Mapping[int, Tensor] = {}
     entry: Tensor | None = None
 
 
@@ -106,19 +106,26 @@ class Streams(Topology[Weights]):
     def scaled(self) -> tuple[int, ...]:
         """For each learned scale in turn, how many of the K values it multiplies."""
 
+    def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
+        """Rows are units; a learned output has all of its own, and all entry scales belong to unit 1."""
+        found = {name: [1] * dims.depth + [0] for name in ("static", "dynamic", "scale")}
+        output = {name: [0] * dims.depth + [-1] for name in ("last_static", "last_dynamic", "last_scale")}
+        return {**found, **output, "entry": [-1] + [0] * dims.depth}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         """From ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
 
         ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output.
         """
-        static = parameters["static"].float().unbind()
-        last = parameters["last_static"].float() if "last_static" in parameters else None
+        static = dict(zip(dims.units, parameters["static"].float().unbind(), strict=True))
+        last = parameters["last_static"].float() if dims.has(dims.depth + 1) and "last_static" in parameters else None
         if "dynamic" not in parameters:
-            return Weights(tuple(Unit(values, None) for values in static), None if last is None else Unit(last, None))
+            units = {t: Unit(values, None) for t, values in static.items()}
+            return Weights(units, None if last is None else Unit(last, None))
         scales = parameters["scale"].float().split(1, dim=-1)
         scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.scaled, strict=True)], dim=-1)  # [T, K]
         dynamic = zip(scale.unbind(), parameters["dynamic"].float().unbind(), strict=True)
-        units = tuple(map(Unit, static, dynamic))
+        units = {t: Unit(values, own) for (t, values), own in zip(static.items(), dynamic, strict=True)}
         if last is None:
             return Weights(units, None)
         return Weights(units, Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float())))
@@ -170,7 +177,7 @@ class Streams(Topology[Weights]):
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         streams, *known = states
-        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
+        gates, streams, claim = self.opened(streams, weights.units[t], weights, *known)
         value, streams = read_streams(streams, gates.read, claim)
         return value, (streams, gates.write)
 
@@ -178,10 +185,10 @@ class Streams(Topology[Weights]):
         streams, table = states
         p = self.parts
         split = [f.unsqueeze(-2) if p == 1 else f.unflatten(-1, (p, -1)) for f in branches]  # [..., p, D/p]
-        following = weights.units[t].dynamic if t < len(weights.units) else None
-        if following is None:
+        following = weights.units.get(t + 1)
+        if following is None or following.dynamic is None:
             return (combine(streams, table, split),)
-        return write_and_project(streams, table, split, following[1], self.norm_eps)
+        return write_and_project(streams, table, split, following.dynamic[1], self.norm_eps)
 
     def lasting(self, states: States) -> States:
         return states[:1]
@@ -197,9 +204,9 @@ class Streams(Topology[Weights]):
 
         Of the static values.
         """
-        units = tuple(unit._replace(dynamic=None) for unit in weights.units)
+        units = {t: unit._replace(dynamic=None) for t, unit in weights.units.items()}
         weights = weights._replace(units=units, last=weights.last and weights.last._replace(dynamic=None))
-        return in_increments(self, weights, dims.depth, units[0].static.device, self.parts)
+        return in_increments(self, weights, dims.depth, units[1].static.device, self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +257,7 @@ class ParallelStreams(Streams):
     def static_program(self, weights: Weights, dims: Dims) -> Program:
         """The program of the static values: all there is, if nothing depends on the streams."""
         units, streams = list[ProgramUnit](), ["x0"] * self.streams
-        for t, unit in enumerate(weights.units, start=1):
+        for t, unit in weights.units.items():
             read, write = self.gates(unit.static, weights)
             opened = Line(f"r{t}", _terms(streams, read[:, 0]))
             names = [f"s{t}_{j}" for j in range(self.streams)]
@@ -314,23 +321,27 @@ class HyperConnections(ParallelStreams):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
-        return found if "dynamic" in parameters else found._replace(steps=_steps(parameters["static"].float()))
+        return (
+            found
+            if "dynamic" in parameters
+            else found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
+        )
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:
             return super().read(states, weights, t)
         streams, value = states
-        if t <= len(weights.steps):
+        if t in weights.steps:
             return value, (streams,)
-        return value, (streams, self.gates(weights.units[t - 1].static, weights).write)
+        return value, (streams, self.gates(weights.units[t].static, weights).write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
-        if t > len(weights.steps):
+        if t not in weights.steps:
             return super().write(states, weights, t, *branches)
-        return write_and_read(states[0], weights.steps[t - 1], weights.units[t].static[:, :1], branches)
+        return write_and_read(states[0], weights.steps[t], weights.units[t + 1].static[:, :1], branches)
 
     def program(self, weights: Weights, dims: Dims) -> Program:
-        if any(unit.dynamic is not None for unit in weights.units):
+        if any(unit.dynamic is not None for unit in weights.units.values()):
             return super().program(weights, dims)
         return self.static_program(weights, dims)
 

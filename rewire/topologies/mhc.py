@@ -214,7 +214,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         if weights.entry is not None:
-            like = weights.units[0].static  # what is drawn is on the CPU while a model is built on the meta device
+            like = weights.units[1].static  # what is drawn is on the CPU while a model is built on the meta device
             weights = weights._replace(entry=weights.entry.mean(1, keepdim=True).to(like.device))
         return super().matrix(weights, dims)
 
@@ -236,7 +236,7 @@ class ManifoldHyperConnections(ParallelStreams):
         if not self.delayed:
             return super().read(states, weights, t)
         streams, *known, waiting = states
-        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
+        gates, streams, claim = self.opened(streams, weights.units[t], weights, *known)
         value, streams = read_streams(streams, _weights_of(waiting), claim)
         return value, (streams, gates.write, gates.read)
 

@@ -147,6 +147,12 @@ class MUDDFormer(Dense[Aggregates]):
         """W2 sums over as many hidden units as it computes weights of states."""
         return {"static": OF_STATES, "w2": OF_STATES**2, "before": OF_STATES, "after": OF_STATES}
 
+    def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
+        """None with norms: the scales of a source are read by many units."""
+        sizes = [ways * n for ways, n in self._shapes(dims)]
+        rows = self.each(dims, sizes)
+        return {} if self.norms else {"static": rows, "w1": rows, "w2": self.each(dims, [k * k for k in sizes])}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Aggregates:
         """By read t, what its weights are computed with."""
         sizes = [ways * n for ways, n in self._shapes(dims)]

@@ -6,7 +6,7 @@ What they do not name stays plain: it is not mixed, no state is held for it, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -46,11 +46,10 @@ class Few:
     def __init__(
         self,
         sources: Mapping[int, tuple[int, ...]],
-        rows: Iterable[Any],
+        rows: Mapping[int, Any],
         channels: Mapping[int, tuple[Channel, ...]],
     ) -> None:
-        self.sources, self.channels = sources, channels
-        self._rows = dict(zip(sources, rows, strict=True))
+        self.sources, self.channels, self._rows = sources, channels, rows
         self._last = dict(sorted((i, t) for t, numbers in sorted(sources.items()) for i in numbers))
 
     def __contains__(self, t: int) -> bool:

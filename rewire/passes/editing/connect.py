@@ -19,6 +19,7 @@ from rewire.trunk import Trunk
 
 def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
     """Make ``connection`` a child of the module that owns ``trunk``."""
+    connection.others = connection.others or plain_parameters(model)
     owner, name = model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]
     if CONNECTIONS not in children_of(owner):
         if hasattr(owner, CONNECTIONS):
@@ -26,6 +27,11 @@ def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
         owner.add_module(CONNECTIONS, Connections())
     owner.get_submodule(CONNECTIONS).add_module(name, connection)
     owner.get_submodule(CONNECTIONS).train(owner.training)
+
+
+def plain_parameters(model: nn.Module) -> int:
+    """How many parameters a model has that are not of connections."""
+    return sum(CONNECTIONS not in name.split(".") for name, _ in model.named_parameters())
 
 
 def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
