@@ -8,6 +8,7 @@ from rewire.backend import Backend
 from rewire.compiler import compile, inspect
 from rewire.diagnostics.ablation import ablate
 from rewire.diagnostics.connectivity import graph
+from rewire.diagnostics.draw import plot
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diagnostics.sparsity import sparsify
@@ -38,7 +39,6 @@ from rewire.passes.editing.fusions import fusions
 from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.pipeline import pipeline_cache, pipeline_stage
-from rewire.plotting.draw import plot
 from rewire.reporting.page import report
 from rewire.runtime.connection import coefficients, connections, parallelize
 from rewire.saving.folder import load, save
