@@ -139,7 +139,7 @@ def stages_of(schedule: type, stages: int) -> list[int]:
     return [rank, stages - 1 - rank] if schedule is ScheduleZBVZeroBubble else list(range(rank, stages, ranks))
 
 
-def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 1, dtype: Any = torch.float64) -> None:
+def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 1, dtype: Any = torch.float64) -> Any:
     """Forward and backward of the batch, in micro-batches."""
     made: Any = [PipelineStage(part, number, stages, CPU) for number, part in parts.items()]
     several = schedule not in (ScheduleGPipe, Schedule1F1B)
@@ -149,6 +149,7 @@ def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 
             part.zero_grad()
         given = (tokens(),) if 0 in parts else ()
         runner.step(*given, target=targets(dtype) if stages - 1 in parts else None)
+    return made
 
 
 def run(key: str, schedule: type, stages: int, blocks: int = 1, cache: bool = False) -> int:
@@ -187,7 +188,10 @@ def messages() -> None:
             return real(ops, desc)
 
         with mock.patch.object(schedules, "_batch_p2p", counted):
-            step(Schedule1F1B, {rank: part}, stages)
+            (stage,) = step(Schedule1F1B, {rank: part}, stages)
+        received = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        buffers = sum(info.buffer.numel() for info in received if info.buffer is not None)
+        assert buffers == sum(sizes), key  # torch's stages keep all of them, as docs/scale.md says
         boundaries = (rank > 0) + (rank + 1 < stages)
         assert len(sizes) == boundaries * MICRO_BATCHES, (key, sizes)
         (connection,) = rewire.connections(part).values()
