@@ -51,7 +51,7 @@ def test_nodes_of_the_graphs_grow_with_the_layers() -> None:
         compiled(torch.ones(2, 8)).sum().backward()
         return sum(counts)
 
-    few, more, many = nodes(8), nodes(16), nodes(32)
+    few, more, many = nodes(4), nodes(8), nodes(16)
     assert 1.9 * (more - few) < many - more < 2.1 * (more - few)
 
 
