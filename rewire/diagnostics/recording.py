@@ -245,7 +245,7 @@ class _Streams(Topology):
 
     def opened(self, streams: Tensor, unit: Any, weights: Any, known: Any = None) -> Any:
         gates, streams, _ = super().opened(streams, unit, weights, known)  # type: ignore[misc]
-        t = next(number for number, each in enumerate(weights.units, start=1) if each is unit)
+        t = next(number for number, each in weights.units.items() if each is unit)
         read, write = gates.read, gates.write
         new = self._columns(f"r{t}", read)
         columns = [self._columns(f"s{t}_{j}", write[..., j : j + 1]) for j in range(write.shape[-1])]

@@ -176,13 +176,23 @@ class AttendedTable(Table):
         ways: how many queries each read has.
         normed: whether to keep, behind the scores of a state, also what norms it.
         only_scores: whether weights are another function of the scores; no matter here.
+        rank: how many channels scores are of, the last ones; None: all.
+        first: the t of the first read that has a query.
     """
 
     def __init__(
-        self, queries: Tensor, scaled: bool, group: int, ways: Sequence[int], normed: bool, only_scores: bool
+        self,
+        queries: Tensor,
+        scaled: bool,
+        group: int,
+        ways: Sequence[int],
+        normed: bool,
+        only_scores: bool,
+        rank: int | None,
+        first: int,
     ) -> None:
-        self._ask(queries, [0, *ways], 1, group)
-        self.scaled, self.normed = scaled, normed
+        self._ask(queries, [0, *ways], first - 1, group)
+        self.scaled, self.normed, self.rank = scaled, normed, rank
 
     def history(self) -> AttendedHistory:
         return AttendedHistory(self)
@@ -301,7 +311,8 @@ class AttendedHistory(History):
         return torch.stack([scores[..., -1:] for scores in self.scores])
 
     def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
-        scores = project_normed(x, queries, EPS)
+        keys = x if self.table.rank is None else x[..., -self.table.rank :]
+        scores = project_normed(keys, queries, EPS)
         return torch.cat([scores, inverse_rms(x, EPS)], -1) if self.table.normed else scores
 
 
