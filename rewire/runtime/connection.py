@@ -454,7 +454,8 @@ def _may_keep(stored: Iterable[Tensor]) -> bool:
 
     On a CPU alone: elsewhere it would have to wait for the comparison.
     """
-    if torch.is_grad_enabled() or listened() or under_transforms() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or torch.is_grad_enabled() or listened() or under_transforms():
         return False
     return all(type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype == torch.float32 for x in stored)
 
