@@ -28,9 +28,6 @@ from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial
 
 #: Seeds on which rates and scales are searched; those that are compared come after them.
 SEARCHED = (0, 1)
-#: The length of a run in the search of a topology, as a multiple of the budget. The plain model, which all others are
-#: compared with, is searched with whole runs: in short ones scales win that lose later.
-_SHORT = 0.5
 #: The longest run of the plain model, as a multiple of the budget.
 _LONGEST = 4.0
 
@@ -141,7 +138,7 @@ class _Plan:
         plain, each = 5 + 2 * len(self.scales), min(7, self.trials)
         compared = [self.plain] * (3 if self.scales else 2) + last
         count = len(SEARCHED) * (plain + each * len(fits)) + self.seeds * len(compared)
-        seconds = plain * self._seconds(self.plain) + each * sum(self._seconds(cost, _SHORT) for cost in fits)
+        seconds = plain * self._seconds(self.plain) + each * sum(self._seconds(cost) for cost in fits)
         seconds = len(SEARCHED) * seconds + self.seeds * sum(map(self._seconds, compared))
         controls = [
             self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + _length(cost))) for cost in last
@@ -170,11 +167,11 @@ class _Plan:
         rows.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
         return dataclasses.replace(found, rows=rows, lengths=self._lengths(baseline, rows))
 
-    def _losses(self, contender: Contender, length: float) -> Callable[[Sequence[Setting]], list[float]]:
+    def _losses(self, contender: Contender) -> Callable[[Sequence[Setting]], list[float]]:
         """The mean loss of each setting over the seeds of the search."""
 
         def losses(settings: Sequence[Setting]) -> list[float]:
-            found = self.runs.results(contender, _searches(settings, length))
+            found = self.runs.results(contender, _searches(settings))
             count = len(SEARCHED)
             return [statistics.fmean(r.loss for r in found[n : n + count]) for n in range(0, len(found), count)]
 
@@ -182,7 +179,7 @@ class _Plan:
 
     def _plain(self) -> tuple[Row, Row | None, Tried]:
         """The rows of the plain model as it is, and with scales, if these are better; all settings that were tried."""
-        losses, start = self._losses(PLAIN, 1.0), Setting(self.runs.task.learning_rate)
+        losses, start = self._losses(PLAIN), Setting(self.runs.task.learning_rate)
         rates = climb(start, ["rate"], losses)
         if (first := best(rates)) is None:
             raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
@@ -202,16 +199,16 @@ class _Plan:
         found = min(rows, key=lambda row: row.mean)
         if not found.mean < math.inf:
             raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
-        return dataclasses.replace(found, searched=self.runs.results(PLAIN, _searches(row.tried, 1.0)))
+        return dataclasses.replace(found, searched=self.runs.results(PLAIN, _searches(row.tried)))
 
     def _search(self, row: Row, start: Setting) -> Row:
         assert row.cost is not None
         names = ["rate", "connections"] if row.cost.weights else ["rate"]
         try:
-            tried = climb(start, names, self._losses(row.contender, _SHORT), most=self.trials)
+            tried = climb(start, names, self._losses(row.contender), most=self.trials)
         except torch.OutOfMemoryError:
             return dataclasses.replace(row, reason="out of memory")
-        searched = self.runs.results(row.contender, _searches(tried, _SHORT))
+        searched = self.runs.results(row.contender, _searches(tried))
         found = dataclasses.replace(row, tried=tried, searched=searched)
         if (setting := best(tried)) is None:
             return dataclasses.replace(found, reason="diverged at all rates")
@@ -249,8 +246,8 @@ class _Plan:
         return {length: statistics.fmean(r.loss for r in found) for length, found in results.items()}
 
 
-def _searches(settings: Iterable[Setting], length: float) -> list[Trial]:
-    return [Trial(setting, seed, length) for setting in settings for seed in SEARCHED]
+def _searches(settings: Iterable[Setting]) -> list[Trial]:
+    return [Trial(setting, seed) for setting in settings for seed in SEARCHED]
 
 
 def _length(cost: Cost) -> float:
