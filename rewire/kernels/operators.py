@@ -164,7 +164,8 @@ def mix(
     dtype: torch.dtype,
 ) -> Tensor:
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
-    if accumulator is None and not uses_kernels([*sources, *added][0]):
+    first = accumulator if accumulator is not None else [*sources, *added][0]
+    if accumulator is None and first.is_cpu and not uses_kernels(first):
         return plain.combine(sources, weights, added, scores).to(dtype).contiguous()
     return _forward(MixInputs(sources, weights, scores, added, _maybe(accumulator)), dtype=dtype).apart[0]
 
@@ -296,7 +297,7 @@ def mixes(
     Returns:
         The mixes; with probes and weights, dot products in their shape; with probes and scores, those [..., M, N].
     """
-    if probes and weights is not None and not scores and not uses_kernels(probes[0]):
+    if probes and weights is not None and not scores and probes[0].is_cpu and not uses_kernels(probes[0]):
         dx, dots = plain.combine_with_dots(sources, probes, weights, added)
         return [*[x.contiguous() for x in dx], dots.contiguous()]
     inputs = MixInputs(sources, weights, scores, added, (), probes, stacks=stacks)
