@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import QUICK, learned, mixed
+from every_topology import QUICK, WITH_ATTENTION, learned, mixed
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from mixing import assert_same, ids, llama, nodes_behind
 from models import Mlp, PostNorm, Stack, vectors
@@ -164,7 +164,7 @@ class TestWiring:
     @pytest.mark.parametrize(
         ("key", "granularity"),
         [
-            *((key, "sublayer") for key in QUICK),
+            *((key, "sublayer") for key in QUICK if key not in WITH_ATTENTION),
             *((key, "block") for key in ("residual", "ancre-ingoing", "grn-v1", "hc-dynamic", "mhc")),
         ],
     )

@@ -153,7 +153,7 @@ class TestKernels:
     def test_blocks(
         self, reads: int, options: dict[str, Any], ignored: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: x.dtype == torch.float64)
+        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, *_: x.dtype == torch.float64)
         wanted = gradients(*leaves(reads), False, ignored=ignored, group=options.get("group", 1))
         found = gradients(*leaves(reads, torch.float32), False, ignored=ignored, **options)
         for got, want in zip(found, wanted, strict=True):
