@@ -111,19 +111,38 @@ def check(
 def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
+    Args:
+        rewired, inputs: as above.
+        trained: trunks that the original ran in this mode.
+
     Returns:
         The residual adds that it left out: trunk, and number of the site.
 
     Raises:
         OutOfOrder: other residual adds run, and nothing tells which.
-        ValidationMismatch: none runs of a trunk that was found in this mode.
+        ValidationMismatch: nothing runs of a trunk, with the random numbers with which it was found, either.
     """
+    seen = _what_happens(rewired, inputs, seed=1)
+    if seen is None:
+        return []
+    lost = trained.difference(name for name, _, _ in seen)
+    lost = lost and lost.difference(name for name, _, _ in _what_happens(rewired, inputs, seed=0) or ())
+    if lost:
+        raise ValidationMismatch(
+            f"no stream of trunk '{min(lost)}' begins in the rewritten model: it calls the original's functions, "
+            "which something holds (a list of methods, a closure, a global) that is not copied with the model"
+        )
+    return [(name, site) for name, what, site in seen if what == "skip"]
+
+
+def _what_happens(rewired: nn.Module, inputs: Inputs, seed: int) -> list[tuple[str, str, int]] | None:
+    """Of streams in training mode, see `Layout.observe`: trunk, what, number of the site; None if it does not train."""
     bench, seen = private(rewired).train(), list[tuple[str, str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)
         connection.layout.observe = lambda what, site, _, name=name: seen.append((name, what, site))
     try:
-        with seeded(1, bench), torch.enable_grad():
+        with seeded(seed, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)
             bench(*args, **kwargs)
     except OutOfOrder as error:
@@ -132,14 +151,8 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
         raise
     except Exception as error:  # not every model trains
         log.debug("%s in training mode: %s", type(rewired).__name__, error)
-        return []
-    lost = trained.difference(name for name, _, _ in seen)
-    if lost:
-        raise ValidationMismatch(
-            f"no stream of trunk '{min(lost)}' begins in the rewritten model: it calls the original's functions, "
-            "which something holds (a list of methods, a closure, a global) that is not copied with the model"
-        )
-    return [(name, site) for name, what, site in seen if what == "skip"]
+        return None
+    return seen
 
 
 def compare_moved(

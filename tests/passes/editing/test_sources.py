@@ -12,6 +12,7 @@ from models import WIDTH, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
+from rewire.passes.editing.sources import Sources
 
 interpreted = functools.partial(torch.compile, backend="eager")
 
@@ -138,6 +139,31 @@ def test_methods_that_something_holds_are_refused(held: str) -> None:
     model: nn.Module = nets.get(held, lambda: Stack(lambda: Held(held), 2))()
     with pytest.raises(rewire.EditError, match="as something holds it: call it by its name"):
         rewire.compile(model, "ancre-ingoing", example_inputs=(vectors(),), validate=False)
+
+
+def test_validation_notices_a_trunk_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sources, "check_called", lambda self, scope: None)
+    with pytest.raises(rewire.ValidationMismatch, match="no stream of trunk 'layers' begins"):
+        rewire.compile(HoldsForwards(), "ancre-ingoing", example_inputs=(vectors(),))
+
+
+class DropsAll(Stack):
+    """A trunk that a training step leaves out by chance: with the seed of the second run, not of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if not self.training or torch.rand(()) < 0.6:
+            for layer in self.layers:
+                x = layer(x)
+        return self.out(x)
+
+
+def test_a_trunk_may_be_left_out_by_chance() -> None:
+    torch.manual_seed(0)
+    assert torch.rand(()) < 0.6
+    torch.manual_seed(1)
+    assert torch.rand(()) > 0.6
+    rewire.compile(DropsAll(PreNorm, 2), "ancre-ingoing", example_inputs=(vectors(),))
 
 
 class ByName(Held):
