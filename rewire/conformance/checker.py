@@ -319,7 +319,7 @@ def _with(wrong: Reference | None, trial: Trial, dtype: torch.dtype) -> dict[str
         return None
     try:
         want = run(of_reference(wrong, trial.case.options), trial.case, torch.float64)
-    except (RuntimeError, IndexError, ValueError):  # shapes that the mistake does not fit
+    except (RuntimeError, LookupError, ValueError):  # shapes and weights that the mistake does not fit
         return None
     # What a mistake leaves without a gradient has one of zero.
     want = {what: want.get(what, torch.zeros_like(value)) for what, value in trial.want.items()}
