@@ -280,6 +280,23 @@ def is_assertion(target: Any) -> bool:
     return packet is not None and target is packet.default
 
 
+def in_higher_order() -> bool:
+    """While torch.compile traces, whether that is inside a higher-order operator, as checkpoints are.
+
+    There Dynamo refuses to trace what changes an object from outside. If it cannot be told, no.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+# What torch.compiler.assume_constant_result does, which imports the whole of Dynamo for it.
+in_higher_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # -- others -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -118,3 +119,49 @@ def test_torch_compile_with_a_dynamic_length() -> None:
             actual = compiled(x, use_cache=False).logits
             assert torch.allclose(actual, model(x, use_cache=False).logits, atol=1e-5)
     assert len(frames) == 1
+
+
+class TellsItsInput(nn.Module):
+    """The stream begins in front of the blocks, which are checkpointed or not, and return two things."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.embedding, self.blocks, self.call = nn.Linear(8, 8), nn.ModuleList(TwoResults() for _ in range(3)), call
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x, states = self.embedding(x), []
+        for block in self.blocks:
+            states.append(x)
+            if self.call == "block":
+                x, _ = checkpoint(block, x, use_reentrant=False)
+            elif self.call == "method":
+                x, _ = checkpoint(block.forward, x, use_reentrant=False)
+            elif self.call == "partial":
+                x, _ = checkpoint(functools.partial(block, y=x), x, use_reentrant=False)
+            elif self.call == "function":
+                x, _ = checkpoint(lambda x, block=block: block(x), x, use_reentrant=False)
+            else:
+                x, _ = block(x)
+        return x, states
+
+
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return x + self.linear(self.norm(x)), y
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("call", ["block", "method", "partial", "function", "none"])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic"])
+@compiles
+def test_trunks_that_end_in_a_checkpoint(topology: str, call: str) -> None:
+    """No note is left of it, which torch.compile would not trace; and what others see first is the input itself."""
+    model = mixed(TellsItsInput(call), topology, example_inputs=vectors())
+    output, states = torch.compile(model, fullgraph=True, backend="aot_eager")(vectors())
+    expected, eager = model(vectors())
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert torch.equal(eager[0], model.embedding(vectors())) and torch.allclose(states[0], eager[0])

@@ -301,6 +301,19 @@ def test_checkpoints_of_compiled_models_are_higher_order() -> None:
     assert not isinstance(torch.add, internals.HIGHER_ORDER)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_traces_a_checkpoint_is_known() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + int(internals.in_higher_order())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return function(x), torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+    seen = [bool(y) for y in both(torch.zeros((), requires_grad=True))]
+    assert seen == [False, True] and not internals.in_higher_order()
+
+
 def test_transforms_are_known() -> None:
     seen = []
 

@@ -16,6 +16,8 @@ stream that it was found to be.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
 from rewire.runtime.nested import mapped, tensors_and_streams, with_item
@@ -201,8 +204,9 @@ class Depth:
                     raise item.layout.other_passes()
             result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
             for live in [live for live in self.live if live.given]:
-                if not otherwise or live.stream.weights.ended:
-                    self._check_ended(live, function)
+                done = live.stream.weights.ended or (torch.compiler.is_compiling() and _may_end(live, function, *args))
+                if not otherwise or done:
+                    self._check_ended(live, function, done)
                     self.live.remove(live)
                     self.outputs += [(x, live) for x in tensors_and_streams(result)]
                     continue
@@ -229,9 +233,9 @@ class Depth:
         parts = tensors_and_streams(given) if outputs else []
         return [live.trunk for x, live in outputs if any(x is part for part in parts)]
 
-    def _check_ended(self, live: Live, function: Callable[..., Any]) -> None:
+    def _check_ended(self, live: Live, function: Callable[..., Any], ended: bool) -> None:
         """Refuse to go on without a stream that went into a function, did not come back, and did not end there."""
-        if not live.stream.weights.ended:
+        if not ended:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "
                 f"{getattr(function, '__qualname__', type(function).__name__)}, which returns none after "
@@ -624,6 +628,18 @@ class Depth:
                 f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds."
                 f"{clamped}{self.advice}"
             )
+
+
+def _may_end(live: Live, *called: Any) -> bool:
+    """Whether a call may have made the output of a stream's trunk: it runs blocks of it, or no module that we see.
+
+    Under torch.compile streams cannot tell by themselves that they have ended inside a checkpoint.
+    """
+    functions = [each.func if isinstance(each, functools.partial) else each for each in called]
+    owners = [each.__self__ if inspect.ismethod(each) else each for each in functions]
+    modules = [child for each in owners if isinstance(each, nn.Module) for child in each.modules()]
+    entries = [entry for module in modules if hasattr(module, GATE) for entry in getattr(module, GATE).entries]
+    return not modules or any(entry.trunk == live.trunk for entry in entries)
 
 
 def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:

@@ -27,6 +27,7 @@ class Entry:
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
         ordered: whether each of them has one place among these, so that a call may leave some out.
         outside: whether it is also called outside of trunks, with plain tensors.
+        read_below: whether what the function calls is the first to read the stream that begins in it.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
         held: the module that owns the trunk, and the name of the connection there; None where that is not asked.
     """
@@ -37,6 +38,7 @@ class Entry:
     adds: dict[int, int]
     ordered: bool = False
     outside: bool = False
+    read_below: bool = False
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -139,6 +141,8 @@ class Live:
             value = stream.value()
         elif self.entry is not None and stream.position == self.entry.cut_at:
             value = stream.unread()
+        elif self.entry is not None and self.entry.read_below and self.source is not None and stream.position == 0:
+            value = self.source
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm

@@ -24,7 +24,7 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
-from rewire.torch_internals import pytree, saved_tensor_hooks, writes_to
+from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, writes_to
 
 
 class Weights:
@@ -460,7 +460,8 @@ class Stream(TensorLike):
             return self.summed().finish()
         self._seen("end", self.states)
         output = layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
-        self.weights.ended = True
+        if not (torch.compiler.is_compiling() and in_higher_order()):
+            self.weights.ended = True
         self._seen("finish", output)
         return self._out(output)
 

@@ -86,7 +86,8 @@ def _gate(
         connection, begins = connections[name], name in plan.begins
         trunk = connection.trunk
         held = (model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]) if trunk and begins else None
-        return Entry(name, connection, begins, adds, plan.ordered, plan.outside.get(name, False), held=held)
+        outside, read_below = plan.outside.get(name, False), name in plan.read_below
+        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, held=held)
 
     entries = [entry(name, adds) for name, adds in plan.adds.items()]
     if plan.method:

@@ -34,6 +34,7 @@ class Carriers:
         in_post: those of which the next state is yet to be made.
         begin: the call in which the stream starts.
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
+        read_below: whether what `begin` calls is the first to read it.
         scopes: the calls, outermost first.
         entered: those whose functions are entered.
         outside: functions of theirs that also run on other values than streams.
@@ -48,6 +49,7 @@ class Carriers:
         self.in_post: set[Op] = set()
         self._values()
         self.begin = self.first = self._beginning()
+        self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
@@ -108,7 +110,7 @@ class Carriers:
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
             entered.add(home)
-            self.begin = home
+            self.begin, self.read_below = home, True
         if not_run([self.flow], self.trunk):
             entered.add(home)  # one that runs later will not return the stream, and is noticed there
         if self.trunk.loops and not _is_container(home):

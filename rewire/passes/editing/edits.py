@@ -210,6 +210,7 @@ class FunctionPlan:
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
         begins: the trunks that begin in it, and where: the names of parameters, or the place of an expression.
         begins_inside: those that begin, in some calls, in what it calls.
+        read_below: those that begin in it, and are read by what it calls first.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
         ran: expressions that ran when the model was looked at.
@@ -229,6 +230,7 @@ class FunctionPlan:
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     begins: dict[str, Any] = dataclasses.field(default_factory=dict)
     begins_inside: set[str] = dataclasses.field(default_factory=set)
+    read_below: set[str] = dataclasses.field(default_factory=set)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
     ran: set[Span] = dataclasses.field(default_factory=set)
