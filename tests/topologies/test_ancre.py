@@ -266,7 +266,9 @@ def test_parallel_branches_are_summed() -> None:
     torch.testing.assert_close(newest, x + f + g)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["ingoing", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("outgoing", "none"))]
+)
 def test_compiles_in_one_graph(kind: str) -> None:
     depth = 3
     topology, blocks, x = preserving(kind), net(depth), torch.randn(4, 8)

@@ -137,6 +137,7 @@ def test_permutations_and_rotations(n: int) -> None:
         torch.testing.assert_close(rotation[:, 0, 0], torch.cos(2 * half))
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_for_large_logits() -> None:
     def mixed(logits: Tensor, streams: Tensor) -> Tensor:
         return combine(streams, sinkhorn(logits, 20, 0.0).mT)
