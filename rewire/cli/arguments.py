@@ -43,6 +43,8 @@ Init = Annotated[
     str | None, typer.Option(metavar="NAME", help="An initialiser for all weights; 'rewire list' shows all.")
 ]
 _OF_COMPILE = ("granularity", "init", "loop", "start")
+#: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
+TO_READ: dict[str, Any] = {"start": "paper", "validate": False}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Granularity = Annotated[Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")]
 
@@ -138,19 +140,12 @@ def task_of(spec: str) -> rewire.Task:
     return made
 
 
-def rewired(
-    spec: str,
-    topology: str,
-    granularity: Literal["auto", "block", "sublayer"],
-    loop: Literal["continue", "restart"],
-    start: Literal["preserve", "paper"] | None = None,
-    init: str | None = None,
-) -> nn.Module:
-    """The model that MODEL names, rewired to be read."""
+def rewired(spec: str, topology: str, **settings: Any) -> tuple[nn.Module, Any]:
+    """The model that MODEL names, rewired unless it is already, and the inputs that came with it."""
     model, inputs = load_with_inputs(spec)
-    # Neither start nor validation changes the forwards; the paper's start is the one that every topology has.
-    settings: dict[str, Any] = {"granularity": granularity, "start": start or "paper", "loop": loop, "init": init}
-    return rewired_as(model, topology, example_inputs=inputs, validate=False, **settings)
+    if not rewire.connections(model):
+        model = rewired_as(model, topology, example_inputs=inputs, **settings)
+    return model, inputs
 
 
 def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:

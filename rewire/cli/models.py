@@ -14,6 +14,7 @@ from rewire.bench.shapes import shapes
 from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
+    TO_READ,
     Granularity,
     Init,
     Json,
@@ -67,8 +68,9 @@ def inspect_command(
     with progress(f"writing a page about {model}"):
         inputs = known_inputs(loaded, patterns_for(loaded), inputs)
         if not rewire.connections(loaded):
-            settings: dict[str, Any] = {"start": start or "paper", "loop": loop, "init": init, "validate": False}
-            loaded = rewired_as(loaded, topology, granularity=granularity, example_inputs=inputs, **settings)
+            settings: dict[str, Any] = {"granularity": granularity, "loop": loop, "init": init, **TO_READ}
+            settings |= {"start": start} if start else {}
+            loaded = rewired_as(loaded, topology, example_inputs=inputs, **settings)
         rewire.report(loaded, html, inputs)
     _wrote(html, json)
 
@@ -83,7 +85,8 @@ def source_command(
     json: Json = False,
 ) -> None:
     """Rewire MODEL and print the new forward of the block at PATH."""
-    _code(rewire.source(rewired(model, topology, granularity, loop), path), "python", json)
+    loaded, _ = rewired(model, topology, granularity=granularity, loop=loop, **TO_READ)
+    _code(rewire.source(loaded, path), "python", json)
 
 
 @app.command("diff")
@@ -95,7 +98,8 @@ def diff_command(
     json: Json = False,
 ) -> None:
     """Rewire MODEL and print all that this changes in its files, as a unified diff."""
-    _code(rewire.diff(rewired(model, topology, granularity, loop)), "diff", json)
+    loaded, _ = rewired(model, topology, granularity=granularity, loop=loop, **TO_READ)
+    _code(rewire.diff(loaded), "diff", json)
 
 
 @app.command("eject")
@@ -115,10 +119,8 @@ def eject_command(
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
     if not force:
         check_free(folder)  # before anything that takes long
-    loaded, inputs = load_with_inputs(model)
-    if not rewire.connections(loaded):
-        settings: dict[str, Any] = {"start": start or "preserve", "loop": loop, "init": init}
-        loaded = rewired_as(loaded, topology, granularity=granularity, example_inputs=inputs, **settings)
+    settings: dict[str, Any] = {"granularity": granularity, "start": start or "preserve", "loop": loop, "init": init}
+    loaded, _ = rewired(model, topology, **settings)
     _wrote(rewire.eject(loaded, folder, force=force), json)
 
 
@@ -239,10 +241,8 @@ def graph_command(
 
     It is rewired first, unless it is already.
     """
-    loaded, inputs = load_with_inputs(model)
-    if not rewire.connections(loaded):
-        settings: dict[str, Any] = {"granularity": granularity, "start": start or "paper", "loop": loop}
-        loaded = rewired_as(loaded, topology, example_inputs=inputs, validate=False, **settings)
+    settings = TO_READ | ({"start": start} if start else {})
+    loaded, inputs = rewired(model, topology, granularity=granularity, loop=loop, **settings)
     if batch and inputs is None:
         inputs = inputs_of(model, loaded, batch, length)
     found = rewire.graph(loaded, inputs if batch else None)

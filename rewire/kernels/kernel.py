@@ -190,6 +190,34 @@ class Kernel:
         return start
 
 
+def by_hand(
+    jit: Any,
+    programs: tuple[int, ...],
+    device: torch.device,
+    numbers: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    **several: int,
+) -> Kernel:
+    """A kernel that is written by hand, of a list of its tensors in the order of its parameters.
+
+    Args:
+        jit: the decorated function.
+        programs: the grid, as far as it is not 1.
+        device: of the tensors.
+        numbers: by parameter, all that is no tensor.
+        constants: as in `Code`.
+        several: how many tensors there are of a parameter that is a tuple of them.
+    """
+    places: dict[str, At | tuple[At, ...]] = {}
+    first = 0
+    for name in (name for name in jit.arg_names if name not in numbers and name not in constants):
+        count = several.get(name)
+        places[name] = first if count is None else tuple(range(first, first + count))
+        first += 1 if count is None else count
+    rows, columns = (*programs, 1)[:2]
+    return Kernel(Code(lambda: jit, (rows, columns, 1), constants), device, places, numbers)
+
+
 class Fitted(NamedTuple):
     """A kernel that is written by hand, for tensors of given metadata.
 

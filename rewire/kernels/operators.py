@@ -416,7 +416,7 @@ def _project_like(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor,
 
 @_operator(_project_like)
 def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor for each row.
+    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor, [rows]; weight [D, K].
 
     ``clamped``, what is below zero becomes -0, by which backward knows it.
     """
@@ -486,7 +486,15 @@ def _gates_like(products: Tensor, n: int, iterations: int) -> tuple[Tensor, Tens
 def gates(
     products: Tensor, static: Tensor, scale: Tensor, n: int, iterations: int, eps: float, magnitude: float
 ) -> tuple[Tensor, Tensor]:
-    """What units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n], with: see `gating`."""
+    """What units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n], with: see `gating`.
+
+    Args:
+        products: float32 [..., n, n + 2] or, with iterations, [..., 2 n + n n].
+        static: of one token.
+        scale: [n + 2] or [2 n + n n].
+        iterations: of Sinkhorn-Knopp; 0: gates are values with a hyperbolic tangent.
+        eps, magnitude: as in `ManifoldHyperConnections`.
+    """
     from rewire.kernels.handwritten import gates  # only where there is Triton
 
     return gates.forward(products, static, scale, n, iterations, eps, magnitude)
@@ -508,7 +516,9 @@ def gates_backward(
     eps: float,
     magnitude: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `gates`: of the products; of the static values and, in one more row, the scale."""
+    """Gradients of `gates`: of the products; of the static values and, in one more row, the scale, [n + 1, n + 2] or
+    [2, 2 n + n n].
+    """
     from rewire.kernels.handwritten import gates
 
     return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)

@@ -80,7 +80,7 @@ def study(
         ValueError: no budget, or numbers that make no sense.
 
     Example:
-        >>> found = rewire.study(task, ["layerscale"], steps=20, trials=1, seeds=2, progress=False)
+        >>> found = rewire.study(task, ["layerscale"], steps=5, trials=1, seeds=1, progress=False)
         >>> found.headline()
         'No difference shown: of 1 topologies none is better than residual.'
     """

@@ -316,8 +316,9 @@ class Dense(_Dense[W], Recurrence[W]):
             following = Line(f"r{t + 1}", tuple(terms))
             units.append(Unit((), read, (written, following)))
             read = following.target
-        reads = tuple(f"r{t}" for t in self.reads(dims))
-        return Program(tuple(units), (), read, reads, tuple(f"x{t}" for t in range(dims.depth + 1)))
+        reads = self.reads(dims)
+        rows = tuple(f"r{t}" if t > 1 else "x0" for t in reads)
+        return Program(tuple(units), (), read, rows, tuple(f"x{t}" for t in range(reads.stop - 1)))
 
 
 class DenseIncrements(_Dense[W]):

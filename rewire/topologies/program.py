@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,20 +112,6 @@ def recurrence(shortcuts: Sequence[Sequence[Term]], scales: Sequence[Weight] | N
         own = Term(branch_of(t), 1.0 if scales is None else scales[t - 1])
         units.append(Unit((), f"x{t - 1}", (Line(f"x{t}", (*terms, own)),)))
     rows, columns = [f"x{t + 1}" for t in range(depth)], [f"x{i}" for i in range(depth)]
-    return Program(tuple(units), (), f"x{depth}", tuple(rows), tuple(columns))
-
-
-def mixed_reads(reads: Sequence[Sequence[Term]], shortcut: Literal["mix", "state"] = "mix") -> Program:
-    """Unit t reads ``r_t = reads_t``, and ``x_t = r_t + f_t``, or with "state" ``x_{t-1} + f_t``; the output is x_T.
-
-    Its matrix is that of the reads, [T, T].
-    """
-    depth, units = len(reads), []
-    for t, terms in enumerate(reads, start=1):
-        kept = Term(f"r{t}" if shortcut == "mix" else f"x{t - 1}", 1.0, fixed=True)
-        written = Line(f"x{t}", (kept, Term(branch_of(t), 1.0)))
-        units.append(Unit((Line(f"r{t}", tuple(terms)),), f"r{t}", (written,)))
-    rows, columns = [f"r{t + 1}" for t in range(depth)], [f"x{t}" for t in range(depth)]
     return Program(tuple(units), (), f"x{depth}", tuple(rows), tuple(columns))
 
 

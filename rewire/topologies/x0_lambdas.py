@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewire.mixes.mix import mix
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice, total
-from rewire.topologies.program import Program, Term, mixed_reads
+from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
 Shortcut = Literal["mix", "state"]
@@ -85,5 +85,10 @@ class X0Lambdas(Recurrence[Tensor]):
         return torch.diag(newest) + F.pad(first[:, None], (0, dims.depth - 1))
 
     def program(self, weights: Tensor, dims: Dims) -> Program:
-        mixes = enumerate(weights.tolist())
-        return mixed_reads([[Term(f"x{i}", newest), Term("x0", first)] for i, (newest, first) in mixes], self.shortcut)
+        units = []
+        for t, (newest, first) in enumerate(weights.tolist(), start=1):
+            read = Line(f"r{t}", (Term(f"x{t - 1}", newest), Term("x0", first)))
+            kept = Term(read.target if self.shortcut == "mix" else f"x{t - 1}", 1.0, fixed=True)
+            units.append(Unit((read,), read.target, (Line(f"x{t}", (kept, Term(branch_of(t), 1.0))),)))
+        columns = tuple(f"x{t}" for t in range(dims.depth))
+        return Program(tuple(units), (), f"x{dims.depth}", tuple(unit.read for unit in units), columns)

@@ -163,6 +163,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_as_a_callback_of_the_trainer(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

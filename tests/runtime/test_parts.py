@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -280,8 +281,9 @@ def same(key: str, block: type[nn.Module], twin: type[nn.Module]) -> tuple[nn.Mo
     return ours.double(), theirs.double()
 
 
-@pytest.mark.parametrize("block", FORMS)
-@pytest.mark.parametrize("key", ["ancre-ingoing", "hc-dynamic"])
+@pytest.mark.parametrize(
+    ("key", "block"), [*zip(itertools.cycle(["ancre-ingoing", "hc-dynamic"]), FORMS, strict=False)]
+)
 def test_a_part_is_added_in_place(key: str, block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     model = net(block)
     assert [len(trunk.sites) for trunk in rewire.inspect(model, (vectors(),)).trunks] == [2 * DEPTH]

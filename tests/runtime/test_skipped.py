@@ -251,7 +251,7 @@ def test_stochastic_depth(key: str, net: type[Net], block: type[nn.Module]) -> N
     model = type(net.__name__, (net,), {"block": block})()
     rewired = rewire.compile(model, name, example_inputs=(vectors(),), **options)
     paths = [path for path, _ in model.named_parameters()]
-    for seed in range(8):
+    for seed in range(4):
         runs = []
         for each in (rewired.train(), model.train()):
             torch.manual_seed(seed)
@@ -279,7 +279,7 @@ def test_compiled() -> None:
     rewired = shaken(rewire.compile(Net(), "denseformer", example_inputs=(vectors(),)), 0.1, seed=3)
     torch.compiler.reset()
     compiled = torch.compile(rewired, fullgraph=True, backend="eager")
-    for args in ((), ((1,),), ((), 2)):
+    for args in (((1,),), ((), 2)):
         torch.testing.assert_close(compiled(vectors(), *args), rewired(vectors(), *args))
 
 

@@ -54,12 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[Study]:
-    """A study to which a difference of any size and p counts: so little is shown in 40 steps."""
+    """A study to which a difference of any size and p counts, of 2 seeds: so little is shown in 20 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "LEVEL", 1.0)
         patch.setattr(report, "SMALLEST", 0.0)
-        options: dict[str, Any] = {"trials": 4, "seeds": 5, "finalists": 2, "device": "cpu", "progress": False}
-        yield rewire.study(scaled_task(), TOPOLOGIES, steps=40, out=folder, **options)
+        patch.setattr(report, "FEWEST", 2)
+        options: dict[str, Any] = {"trials": 2, "seeds": 2, "finalists": 2, "device": "cpu", "progress": False}
+        yield rewire.study(scaled_task(), TOPOLOGIES, steps=20, out=folder, **options)
 
 
 def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
@@ -67,7 +68,7 @@ def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     assert set(names) >= {"residual", *TOPOLOGIES}
     compared = [row for row in found.rows if row.results]
     assert [row.mean for row in compared] == sorted(row.mean for row in compared)
-    assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3, 4, 5, 6]] * len(compared)
+    assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3]] * len(compared)
     assert sum(not row.is_plain for row in compared) == 2
     searches = {(row.is_plain, r.trial.seed, r.trial.length) for row in found.rows for r in row.searched}
     assert searches == {(plain, seed, 1.0) for plain in (True, False) for seed in (0, 1)}  # whole runs
@@ -80,16 +81,11 @@ def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     assert found.gain(row).values == [a - b for a, b in zip(found.baseline.losses, row.losses, strict=True)]
 
 
-def test_all_that_entered_count_in_the_correction(found: Study) -> None:
-    raw = {row.name: found.gain(row).p for row in found.rows if row.results and not row.is_plain}
-    assert min(found.p.values()) == pytest.approx(min(1.0, len(TOPOLOGIES) * min(raw.values())))
-
-
 def test_rows_that_are_better_have_controls(found: Study) -> None:
     better = [row for row in found.rows if found.verdict(row) == "better"]
     assert better
     for row in better:
-        assert {"start", "end"} <= set(row.controls) and len(row.longer) == 5
+        assert {"start", "end"} <= set(row.controls) and len(row.longer) == 2
         assert found.in_its_time(row) is not None and found.learned(row) is not None
     assert all(not row.controls for row in found.rows if row not in better)
     (rate,) = {result.trial.setting.rate for result in better[0].longer}
@@ -114,7 +110,7 @@ def test_the_files(found: Study, folder: Path) -> None:
     data = json.loads((folder / "study.json").read_text())
     assert [row["name"] for row in data["rows"]] == [row.name for row in found.rows]
     assert data["rows"][0]["losses"]["2"] == found.rows[0].losses[0]
-    assert data["findings"] == found.findings() and data["about"]["steps"] == 40
+    assert data["findings"] == found.findings() and data["about"]["steps"] == 20
     assert data["headline"] == found.headline()
     for name in ("curves.png", "differences.png", "rates.png", "weights.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
@@ -142,20 +138,20 @@ def test_the_page_stands_alone(found: Study, folder: Path) -> None:
 
 def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = next(row.name for row in found.rows if row.results and not row.is_plain)
-    more = rewire.study(scaled_task(), [name], steps=40, trials=4, seeds=6, out=folder, device="cpu")
-    assert more.row(name).losses[:5] == found.row(name).losses
+    more = rewire.study(scaled_task(), [name], steps=20, trials=2, seeds=3, out=folder, device="cpu")
+    assert more.row(name).losses[:2] == found.row(name).losses
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
     assert re.match(
         r"About \d+ runs, \d+ s on one process; controls .*, up to \d+ s more; seeds 0 to 1 for searches, 2 to", printed
     )
-    assert len(re.findall(f"\n{name}, rate.*, seed 7: ", printed)) == 1
-    assert not re.findall(f"\n{name}, rate.*, seed [0-6]: ", printed)
+    assert len(re.findall(f"\n{name}, rate.*, seed 4: ", printed)) == 1
+    assert not re.findall(f"\n{name}, rate.*, seed [0-3]: ", printed)
 
 
 def test_another_budget_is_refused(found: Study, folder: Path) -> None:
     with pytest.raises(RewireError, match="this storage holds a study with"):
-        rewire.study(scaled_task(), ["laurel-rw"], steps=41, out=folder, progress=False)
+        rewire.study(scaled_task(), ["laurel-rw"], steps=21, out=folder, progress=False)
 
 
 def test_a_plain_model_that_never_trains(tmp_path: Path) -> None:
@@ -188,16 +184,16 @@ def run(*args: str) -> tuple[int, str]:
 
 def test_the_command(tmp_path: Path) -> None:
     code, output = run(
-        *("regression:make_task", "--topologies", "laurel-rw", "--steps", "20", "--trials", "1", "--seeds", "1"),
+        *("regression:make_task", "--topologies", "laurel-rw", "--steps", "5", "--trials", "1", "--seeds", "1"),
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert "laurel-rw: nothing is shown by 1 seeds, 5 are the least" in output
+    assert f"laurel-rw: nothing is shown by 1 seeds, {report.FEWEST} are the least" in output
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
-    assert re.search(r"\nresidual, rate \S+, seed 0: loss \d\.\d{4} after 20 steps\n", output)
-    assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
+    assert re.search(r"\nresidual, rate \S+, seed 0: loss \d\.\d{4} after 5 steps\n", output)
+    assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 5 steps\n", output) and "\x1b" not in output
 
 
 def test_what_was_found_as_json(tmp_path: Path) -> None:

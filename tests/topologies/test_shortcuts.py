@@ -121,7 +121,7 @@ def test_states_of_the_skips() -> None:
     topology, blocks, held = made("unet"), net(7), []
     weights = topology.weights(topology.parameters(Dims(7, WIDTH), "paper"), Dims(7, WIDTH))
     toy_nets.run(topology, weights, torch.randn(2, WIDTH), blocks, check=lambda *seen: held.append(len(seen[3])))
-    assert held == [2, 3, 4, 4, 3, 2, 1]
+    assert held == [1, 2, 3, 4, 3, 2, 1]
 
 
 def test_matrices() -> None:

@@ -156,14 +156,7 @@ def combine_backward(
 
 @torch.no_grad()
 def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``; and the norm's factor for each row, [rows].
-
-    Args:
-        x: [..., D].
-        weight: float32 [D, K].
-        eps: of the norm; None: x is not normed.
-        clamped: whether what is below zero becomes -0, by which backward knows it.
-    """
+    """`operators.project`."""
     precision = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(precision), weight.to(precision)
     found, inverse = x @ weight, x.new_empty(0)
@@ -183,7 +176,7 @@ def project_backward(
     carried: Tensor | None,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
+    """`operators.project_backward`.
 
     For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, the mean being the sum over s divided by D. Where
     they were clamped, g is 0.

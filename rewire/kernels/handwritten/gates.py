@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Metadata, metadata
-from rewire.kernels.kernel import MOST_KEPT, Code, Kernel
+from rewire.kernels.kernel import MOST_KEPT, Kernel, by_hand
 
 #: What changes from call to call, or starts anywhere.
 _ANY = {"do_not_specialize": ["tokens"], "do_not_specialize_on_alignment": ["static", "scale"]}
@@ -267,15 +267,7 @@ def sinkhorn_backward(
 def forward(
     products: Tensor, static: Tensor, scale: Tensor, n: int, iterations: int, eps: float, magnitude: float
 ) -> tuple[Tensor, Tensor]:
-    """What units read, float32 [..., n, 1], and write, [..., n + 1, n], with.
-
-    Args:
-        products: float32 [..., n, n + 2] or, with iterations, [..., 2 n + n n].
-        static: float32, of one token.
-        scale: float32 [n + 2] or [2 n + n n].
-        iterations: of Sinkhorn-Knopp; 0: gates are values with a hyperbolic tangent.
-        eps, magnitude: as in `ManifoldHyperConnections`.
-    """
+    """`operators.gates`."""
     lead = products.shape[: -1 if iterations else -2]
     by_token = products.reshape(-1, *products.shape[len(lead) :])
     read = torch.empty(*lead, n, 1, dtype=torch.float32, device=products.device)
@@ -295,9 +287,7 @@ def backward(
     eps: float,
     magnitude: float,
 ) -> tuple[Tensor, Tensor]:
-    """From the gradients of what `forward` returned those of the products; and of the static values and, below, of the
-    scale, [n + 1, n + 2] or [2, 2 n + n n].
-    """
+    """`operators.gates_backward`."""
     by_token, columns = products.reshape(-1, *products.shape[-1 if iterations else -2 :]), scale.shape[0]
     kernel, programs, strides = _fitted(metadata(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
     found = torch.empty_strided(by_token.shape, strides, dtype=torch.float32, device=products.device)
@@ -319,8 +309,6 @@ def _fitted(
     strides = _dense(products)
     numbers |= {"grad_strides": strides} if backward else {}
     constants: dict[str, Any] = {"SIZE": size, "num_warps": 4}
-    names = ["products", "static", "scale"]
-    names += ["grad_read", "grad_table", "grad_products", "partials"] if backward else ["read", "table"]
     if iterations:
         floor, steps = math.log(eps) if eps > 0 else 0.0, 1 << (iterations - 1).bit_length()
         numbers |= {"floor": floor, "magnitude": magnitude, "ITERATIONS": iterations}
@@ -335,9 +323,7 @@ def _fitted(
         constants |= {"COLUMNS": columns, "BLOCK": block}
         jit = tanh_backward if backward else tanh_forward
     programs = -(-tokens // block)
-    code = Code(lambda: jit, (programs, 1, 1), constants)
-    kernel = Kernel(code, products.device, {name: place for place, name in enumerate(names)}, numbers)
-    return kernel, programs, strides
+    return by_hand(jit, (programs,), products.device, numbers, constants), programs, strides
 
 
 def _dense(x: Metadata) -> tuple[int, ...]:

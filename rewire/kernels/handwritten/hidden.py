@@ -19,7 +19,7 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata
 from rewire.kernels.handwritten import projection, totals
 from rewire.kernels.handwritten.projection import PRECISION
-from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Kernel
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Kernel, by_hand
 
 #: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
 FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}
@@ -99,13 +99,7 @@ def hidden_backward(
 
 
 def forward(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
-    """``gelu(h) @ W + b``, [..., K], each of the K contiguous.
-
-    Args:
-        hidden: h, float32 [..., K], as `projection.forward` returns it.
-        weight: W, float32 [K, K].
-        static: b, float32 [K].
-    """
+    """`operators.hidden`: each of the K is contiguous."""
     by_column = _by_column(hidden)
     scores = torch.empty_like(by_column)
     kernel, _ = _fitted(metadata(by_column), (), False)
@@ -122,19 +116,7 @@ def backward(
     inverse: Tensor,
     carried: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x and, below it, of the two weights and of b: of `forward` of what `projection.forward` returned.
-
-    Args:
-        grad: float32 [..., K].
-        x: [..., D], what was projected.
-        read: float32 [D, K], with what.
-        weight: as in forward.
-        hidden, inverse: as `projection.forward` returned them.
-        carried: [..., D], what is added to the gradient of x.
-
-    Returns:
-        [..., D], in the dtype of x; [K, D], [K, K], [K].
-    """
+    """`operators.hidden_backward`; ``hidden`` and ``inverse`` are as `projection.forward` returned them."""
     by_column, most = _by_column(hidden), hidden.shape[-1]
     given = grad.reshape(-1, most)
     kernel, programs = _fitted(metadata(by_column), given.stride(), True)
@@ -165,12 +147,9 @@ def _fitted(hidden: Metadata, grad: tuple[int, ...], backward: bool) -> tuple[Ke
     }
     constants |= {"PRECISION": PRECISION, "enable_fp_fusion": True}
     programs, numbers = -(-rows // block_rows), {"rows": rows, "K": most}
-    names = ["hidden", "weight", "static", "scores"]
     if backward:
         programs = min(programs, PROGRAMS // 8)  # each leaves a square of sums
         numbers |= {"grad_row_stride": grad[0], "grad_stride": grad[1]}
-        names = ["grad", "hidden", "weight", "grad_hidden", "weight_partials", "static_partials"]
-    jit: Any = hidden_backward if backward else hidden_forward
     by_column = -(-most // block_columns) if backward else 1
-    code = Code(lambda: jit, (programs, by_column, 1), constants)
-    return Kernel(code, hidden.device, {name: place for place, name in enumerate(names)}, numbers), programs
+    jit = hidden_backward if backward else hidden_forward
+    return by_hand(jit, (programs, by_column), hidden.device, numbers, constants), programs

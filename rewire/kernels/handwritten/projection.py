@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
-from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Fitted, by_hand
 from rewire.kernels.switch import INTERPRETED
 
 #: How exact matrix products in the kernels are: as float32, by three products of tensor cores where there are any.
@@ -310,14 +310,7 @@ def products_of_read(
 
 
 def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """``x @ weight``, [..., K], each of the K contiguous; and, with eps, ``r`` [rows], float32.
-
-    Args:
-        x: [..., D], float32, bfloat16 or float16.
-        weight: float32 [D, K].
-        eps: of the norm; None: x is not normed.
-        clamped: whether what is below zero becomes -0.
-    """
+    """`operators.project`: of the scores, each of the K is contiguous."""
     if weight.shape[1] > MOST:
         found = [forward(x, columns, eps, clamped) for columns in weight.split(MOST, dim=1)]
         return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
@@ -340,10 +333,8 @@ def _fitted_forward(x: Metadata, weight: Metadata, eps: float | None, clamped: b
         "eps": eps or 0.0,
     }
     constants = {"NORMED": eps is not None, "CLAMPED": clamped} | _constants(FORWARD, cols, most)
-    programs = -(-rows // constants["BLOCK_ROWS"])
-    code = Code(lambda: project_forward, (programs, 1, 1), constants)
-    places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
-    return Fitted(Kernel(code, x.device, places, numbers), (stride is None,))
+    programs = (-(-rows // constants["BLOCK_ROWS"]),)
+    return Fitted(by_hand(project_forward, programs, x.device, numbers, constants), (stride is None,))
 
 
 class Read(NamedTuple):
@@ -368,16 +359,7 @@ def backward(
     read: Read | None = None,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of the weight, [K, D], of `forward`.
-
-    Args:
-        grads: float32 [..., K], or those of the first columns and of the others.
-        x, weight: as in forward.
-        scores, inverse: as forward returned them.
-        carried: [..., D], what is added to the gradient of x.
-        read: of x as streams [..., n, D], or [..., n D]; its part of their gradient is added, too.
-        clamped: as in forward.
-    """
+    """`operators.project_backward`, of tensors as `forward` takes and returns them."""
     if weight.shape[1] > MOST:
         of_weight, grad = [], grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
         for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
@@ -417,7 +399,7 @@ def backward_in_parts(
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
     values, *even = of_states.even(*states)
     known = (given[0], given[-1], by_column, inverse, values)
-    of_states.kernel((*known, *even, weight, inverse if factors is None else factors, grad_x))
+    of_states.kernel((*known, weight, *even, inverse if factors is None else factors, grad_x))
     of_weight.kernel((*known, partials))
     return grad_x, partials
 
@@ -450,10 +432,8 @@ def _fitted_backward(
     even = [t.shape[-1] if t and step is None else step for t, step in zip((carried, grad_read), along, strict=True)]
     numbers |= {"carried_stride": even[0], "grad_read_stride": even[1], "WIDTH": width, "TOKEN_ROWS": token_rows}
     numbers["factor_stride"], numbers["stream_stride"] = (0, 0) if factors is None else factors.strides
-    names = (*_KNOWN, "carried", "grad_read", "weight", "factors", "grad_x")
-    code = Code(lambda: project_backward, (*programs, 1), constants)
     copied = stride is None, along[0] is None, along[1] is None
-    return Fitted(Kernel(code, x.device, {name: place for place, name in enumerate(names)}, numbers), copied, programs)
+    return Fitted(by_hand(project_backward, programs, x.device, numbers, constants), copied, programs)
 
 
 @functools.lru_cache(MOST_KEPT)
@@ -461,13 +441,8 @@ def _fitted_weights(x: Metadata, grads: _Grads, normed: bool, clamped: bool) -> 
     rows, cols, _ = _rows(x)
     constants = _constants(WEIGHTS, cols, sum(grad.shape[1] for grad in grads))
     constants |= {"NORMED": normed, "CLAMPED": clamped, "APART": len(grads) > 1}
-    programs, names = _programs(rows, cols, constants), (*_KNOWN, "partials")
-    code, places = Code(lambda: project_weights, (*programs, 1), constants), {n: place for place, n in enumerate(names)}
-    return Fitted(Kernel(code, x.device, places, _numbers(x, grads)), (), programs)
-
-
-#: Tensors that both kernels of backward take, in turn.
-_KNOWN = ("grad", "later", "scores", "inverse", "x")
+    programs = _programs(rows, cols, constants)
+    return Fitted(by_hand(project_weights, programs, x.device, _numbers(x, grads), constants), (), programs)
 
 
 def _numbers(x: Metadata, grads: _Grads) -> dict[str, Any]:
@@ -486,12 +461,7 @@ def _programs(rows: int, cols: int, constants: dict[str, Any]) -> tuple[int, int
 
 
 def products(grad: Tensor, streams: Tensor) -> Tensor:
-    """``<grad, streams_i>``, float32 [..., n, 1].
-
-    Args:
-        grad: of a read, [..., 1, D].
-        streams: [..., n, D].
-    """
+    """`operators.products`."""
     fitted = _fitted_products(metadata(grad), metadata(streams))
     result = torch.empty(*streams.shape[:-1], 1, dtype=torch.float32, device=streams.device)
     fitted.kernel((*fitted.even(grad, streams), result))
@@ -509,8 +479,7 @@ def _fitted_products(grad: Metadata, streams: Metadata) -> Fitted:
     }
     rows, columns = TILE
     constants = {"N": n, "COLS": cols, "BLOCK_ROWS": rows, "BLOCK_COLS": columns, "num_warps": 4}
-    code = Code(lambda: products_of_read, (-(-math.prod(lead) // rows), 1, 1), constants)
-    kernel = Kernel(code, streams.device, {"grad": 0, "streams": 1, "result": 2}, numbers)
+    kernel = by_hand(products_of_read, (-(-math.prod(lead) // rows),), streams.device, numbers, constants)
     return Fitted(kernel, (of_grad is None, strides is None))
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Metadata, metadata, row_stride
-from rewire.kernels.kernel import MOST_KEPT, Code, Fitted, Kernel
+from rewire.kernels.kernel import MOST_KEPT, Fitted, Kernel, by_hand
 
 #: Rows of a program that holds a few numbers for each.
 ROWS = 128
@@ -114,17 +113,7 @@ def shares_kernel(
 
 
 def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Weights ``e_i / (sum_j e_j / count)`` with ``e_i = exp(s_i - m)``; and m and what e is divided by.
-
-    Args:
-        scores: n of float32 [...]; none if there is what was begun.
-        begun: of scores that were seen before, m and the sum of their e, float32 [2, ...], each contiguous: they weigh
-            as one more state, the first.
-        count: what the weights add up to; 0: e_i, not divided, and their sum.
-
-    Returns:
-        float32 [n, ...], one more with ``begun``, and [2, ...].
-    """
+    """`operators.softmax`: ``e_i / (sum_j e_j / count)``, ``e_i = exp(s_i - m)``; and m and what e is divided by."""
     given = [s.contiguous() for s in scores]
     like = given[0] if begun is None else begun[0]
     shares = like.new_empty((len(given) + (begun is not None), *like.shape))
@@ -139,19 +128,12 @@ def _fitted_forward(shares: Metadata, begun: int | None, count: int) -> Kernel:
     """``begun`` is the distance of its rows."""
     n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
     constants = {"N": n, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": ROWS, "num_warps": 4}
-    code = Code(lambda: softmax_forward, (-(-rows // ROWS), 1, 1), constants)
-    places: dict[str, Any] = {"scores": tuple(range(n)), "begun": n, "shares": n + 1, "statistics": n + 2}
-    return Kernel(code, shares.device, places, {"rows": rows, "begun_stride": begun or 0, "count": max(1, count)})
+    numbers = {"rows": rows, "begun_stride": begun or 0, "count": max(1, count)}
+    return by_hand(softmax_forward, (-(-rows // ROWS),), shares.device, numbers, constants, scores=n)
 
 
 def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
-    """``statistics`` and ``<total, grad> / count``, float32 [3, ...].
-
-    Args:
-        grad, total: [..., D], float32, bfloat16 or float16.
-        statistics: float32 [2, ...].
-        count: what the products are divided by.
-    """
+    """`operators.tally`."""
     result = statistics.new_empty((3, *statistics.shape[1:]))
     fitted = _fitted_tally(metadata(grad), metadata(total), count)
     fitted.kernel((*fitted.even(grad, total), statistics.contiguous(), result))
@@ -165,10 +147,8 @@ def _fitted_tally(grad: Metadata, total: Metadata, count: int) -> Fitted:
     along = [cols if stride is None else stride for stride in strides]
     numbers = {"grad_stride": along[0], "total_stride": along[1], "rows": rows, "count": count}
     constants = {"COLS": cols, "BLOCK_ROWS": TILE[0], "BLOCK_COLS": TILE[1], "num_warps": 4}
-    code = Code(lambda: tally_kernel, (-(-rows // TILE[0]), 1, 1), constants)
-    places = {"grad": 0, "total": 1, "statistics": 2, "result": 3}
     copied = tuple([stride is None for stride in strides])
-    return Fitted(Kernel(code, grad.device, places, numbers), copied)
+    return Fitted(by_hand(tally_kernel, (-(-rows // TILE[0]),), grad.device, numbers, constants), copied)
 
 
 def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,8 +167,6 @@ def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor,
 @functools.lru_cache(MOST_KEPT)
 def _fitted_shares(shares: Metadata) -> Kernel:
     states, reads, rows = shares.shape[0] - 1, shares.shape[1], math.prod(shares.shape[2:])
-    last = states + reads
-    places: dict[str, Any] = {"scores": tuple(range(states)), "tallies": tuple(range(states, last)), "shares": last}
     constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
-    code = Code(lambda: shares_kernel, (-(-rows // ROWS), 1, 1), constants)
-    return Kernel(code, shares.device, places, {"rows": rows})
+    several = {"scores": states, "tallies": reads}
+    return by_hand(shares_kernel, (-(-rows // ROWS),), shares.device, {"rows": rows}, constants, **several)

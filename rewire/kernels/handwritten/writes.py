@@ -21,7 +21,7 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
 from rewire.kernels.handwritten.projection import Read
 from rewire.kernels.handwritten.totals import added_up
-from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Fitted, by_hand
 
 #: Rows and columns of a tile, warps, and tiles that are loaded ahead: each row lies in one warp, so that sums along it
 #: need no barrier. Chosen as those of projections.
@@ -211,15 +211,7 @@ def write_backward(
 def forward(
     streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New streams [..., n, D], in that dtype; and of these what `projection.forward` returns.
-
-    Args:
-        streams: [..., n, D].
-        branches: of each [..., D].
-        table: float32 [..., n, n + branches], what each new stream takes of the streams and of the branches.
-        weight: float32 [D, K].
-        eps: of the norm.
-    """
+    """`operators.write_and_project`, with new streams in that dtype."""
     fitted = _fitted_forward(metadata(streams), tuple(map(metadata, branches)), metadata(weight), eps)
     most, rows = weight.shape[1], streams.shape[:-1]
     written = torch.empty(streams.shape, dtype=dtype, device=streams.device)
@@ -235,9 +227,8 @@ def _fitted_forward(streams: Metadata, branches: tuple[Metadata, ...], weight: M
     numbers |= {"weight_strides": weight.strides, "eps": eps}
     constants = _constants(FORWARD, streams, weight) | {"VECTOR": VECTOR}
     programs = -(-numbers["tokens"] // constants["BLOCK_ROWS"])
-    code = Code(lambda: write_forward, (programs, 1, 1), constants)
-    places = _places(len(branches), "streams", "branches", "table", "weight", "written", "products", "inverse")
-    return Fitted(Kernel(code, streams.device, places, numbers), copied, (programs, 1))
+    kernel = by_hand(write_forward, (programs,), streams.device, numbers, constants, branches=len(branches))
+    return Fitted(kernel, copied, (programs, 1))
 
 
 def backward(
@@ -252,15 +243,7 @@ def backward(
     table: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """Gradients of the streams, of the branches, of the table, and of the weight, [K, D].
-
-    Args:
-        grad: of the products.
-        carried: of the new streams, [..., n, D].
-        read: of a read of the new streams.
-        written, products, inverse: as `forward` returned them.
-        streams, branches, table, weight: as there.
-    """
+    """`operators.write_and_project_backward`, of tensors as `forward` takes and returns them."""
     most, n, table = weight.shape[1], streams.shape[-2], table.contiguous()
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     known = [x.contiguous() for x in (products.reshape(-1, most).t(), inverse, written)]
@@ -307,11 +290,9 @@ def _fitted_backward(
     numbers["factor_stride"], numbers["factor_step"] = (0, 0) if factors is None else factors.strides
     col_programs = -(-width // constants["BLOCK_COLS"])
     programs = min(-(-numbers["tokens"] // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs)), col_programs
-    names = ("carried", "grad_read", "factors", "grad", "products", "inverse", "written", "weight")
-    names += ("streams", "branches", "table", "grad_streams", "grad_branches", "table_partials", "weight_partials")
-    code = Code(lambda: write_backward, (*programs, 1), constants)
     copied += (carried is not None and of_carried is None, grad_read is not None and of_read is None)
-    return Fitted(Kernel(code, streams.device, _places(len(branches), *names), numbers), copied, programs)
+    several = {"branches": len(branches), "grad_branches": len(branches)}
+    return Fitted(by_hand(write_backward, programs, streams.device, numbers, constants, **several), copied, programs)
 
 
 def _terms(streams: Metadata, branches: tuple[Metadata, ...]) -> tuple[tuple[bool, ...], dict[str, Any]]:
@@ -330,14 +311,3 @@ def _constants(tile: tuple[int, int, int, int], streams: Metadata, weight: Metad
     (n, width), (rows, cols, warps, stages) = streams.shape[-2:], tile
     constants = {"N": n, "K": weight.shape[1], "WIDTH": width, "STAGES": stages}
     return constants | {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": warps, "enable_fp_fusion": True}
-
-
-def _places(branches: int, *names: str) -> dict[str, Any]:
-    """Where a kernel's tensors are in a list, in this order, of branches that many."""
-    places: dict[str, Any] = {}
-    first = 0
-    for name in names:
-        several = name in ("branches", "grad_branches")
-        places[name] = tuple(range(first, first + branches)) if several else first
-        first += branches if several else 1
-    return places
