@@ -188,9 +188,8 @@ def compile(
             "shortcuts inside them; start from a plain residual model."
         )
     method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
-    everything = any(topology.reads_qkv for topology in topologies.values())
     with timed(logs.find, f"looked for residual streams in {prepared.name}"), _uncompiled():
-        found = find(prepared, method, everything, loop == "restart")
+        found = find(prepared, method, loop == "restart")
     logs.find.info("found:\n%s", found.report)
     check_found(found, prepared)
     if trunks is None:

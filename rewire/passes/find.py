@@ -123,7 +123,7 @@ class Found:
 Method: TypeAlias = Literal["run", "meta", "trace"]
 
 
-def find(prepared: Prepared, method: Method | None = None, everything: bool = False, restart: bool = False) -> Found:
+def find(prepared: Prepared, method: Method | None = None, restart: bool = False) -> Found:
     """The trunks of a model, which is not changed.
 
     Args:
@@ -132,17 +132,16 @@ def find(prepared: Prepared, method: Method | None = None, everything: bool = Fa
             device, where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and
             copies are run as for ``"meta"`` where that leaves doubts. None: ``"run"`` on inputs of the caller's, else
             ``"trace"``.
-        everything: look into all modules, not only into those that may hold residual adds.
         restart: see `chains`.
 
     Raises:
         BadExampleInputs: the model does not run on the inputs.
     """
     with progress(f"looking at {prepared.name}"):
-        return _find(prepared, method or ("run" if prepared.given else "trace"), everything, restart)
+        return _find(prepared, method or ("run" if prepared.given else "trace"), restart)
 
 
-def _find(prepared: Prepared, method: Method, everything: bool, restart: bool) -> Found:
+def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
     has_inputs = prepared.inputs is not None
     if has_inputs and method == "run" and not on_meta(prepared.model):
         return _recorded(prepared, restart=restart)
@@ -150,7 +149,7 @@ def _find(prepared: Prepared, method: Method, everything: bool, restart: bool) -
         recorded = _recorded_cheaply(prepared, restart)
         if recorded:
             return recorded
-    finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns, restart)
+    finding = finding_in(follow(prepared.model, prepared.forwards), prepared.patterns, restart)
     if prepared.given:  # to pass inputs is no remedy
         finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
