@@ -1,4 +1,4 @@
-"""Pass: compare the rewritten model with the original: outputs, gradients and graphs.
+"""Pass: compare the rewritten model with the original: outputs and gradients.
 
 Both run on the same inputs with the same random numbers: in evaluation mode; with perturbed weights, since branches
 that are zero at the start would hide everything behind them; and in training mode. Copies are compared (`copies`), so
@@ -20,9 +20,7 @@ from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationM
 from rewire.logs import validate as log
 from rewire.passes.editing.connect import drop_copies
 from rewire.passes.find import Found
-from rewire.passes.finding.flow import Flow
 from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, run, strided, values_for
-from rewire.passes.validating.same_graph import compare_graphs
 from rewire.passes.validating.tensors import described, finite, relative_error, tensors_in, tolerance
 from rewire.passes.validating.wired import wired
 from rewire.patterns import Pattern
@@ -93,7 +91,7 @@ def check(
         patterns: those that know the model.
 
     Raises:
-        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare` and `compare_graphs`.
+        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare`.
     """
     name = type(model).__name__
     if inputs is None:
@@ -101,7 +99,7 @@ def check(
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
+    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else ())
     compare_moved(name, found, rewired, inputs, patterns)
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
     for trunk, site in _run_by_chance(rewired, inputs, trained):
@@ -201,18 +199,10 @@ def compare_both(
     inputs: Inputs,
     settings: Sequence[Setting],
     starts: Sequence[Setting],
-    found: Sequence[Flow] = (),
 ) -> None:
-    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is, in ``starts``, if any.
-
-    If runs of the original were found, their graphs are compared with the plain one, too.
-    """
-    plain = with_plain_connections(rewired)
-    with progress(f"validating {name}", len(settings) + len(starts) + bool(found)) as step:
-        compare(original, plain, inputs, settings, step)
-        if found:
-            log.info("%s: the graphs agree in %d operations with weights", name, compare_graphs(found, plain, inputs))
-            step()
+    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is in ``starts``."""
+    with progress(f"validating {name}", len(settings) + len(starts)) as step:
+        compare(original, with_plain_connections(rewired), inputs, settings, step)
         if starts:
             compare(original, rewired, inputs, starts, step)
 
