@@ -410,7 +410,7 @@ def _readers(flow: Flow, state: Op) -> Iterator[Op]:
 def _called_in(op: Op, block: str, depth: int) -> str:
     """Path, below the block, of the innermost module that ``op`` runs in; the operation's name if it is the block."""
     path = op.scope.path.removeprefix(block).lstrip(".")
-    return path if len(op.calls()) > depth and path else op.name
+    return path if len(op.scope.modules()) > depth and path else op.name
 
 
 def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[str]) -> Trunk:

@@ -9,7 +9,7 @@ from rewire.errors import EditError, UnsupportedTopology
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
 from rewire.passes.finding.adds import between
-from rewire.passes.finding.flow import Op, Scope, common
+from rewire.passes.finding.flow import Op, Scope, around
 from rewire.passes.finding.projections import Projections
 
 
@@ -99,9 +99,7 @@ class _Attention:
     def _reader(self) -> Scope:
         """The function in which the stream is read for an attention."""
         users = [user for user in self.flow.users[self.add.state] if user in self.add.region]
-        scopes = users[0].scope.chain()
-        for user in users[1:]:
-            scopes = common(scopes, user.scope.chain())
+        scopes = around(user.scope.chain() for user in users)
         while scopes[-1] not in self.carriers.scopes:
             scopes.pop()
         return scopes[-1]

@@ -32,7 +32,7 @@ def branch_calls(add: Add, depth: int) -> dict[str, str]:
 
 def _class_name(op: Op, depth: int) -> str:
     """Class of the child in which ``op`` runs, if it says what the child does."""
-    kind = op.calls()[depth].kind
+    kind = op.scope.modules()[depth].kind
     telling = not kind.startswith("torch.nn.") or re.search(r"\.(Conv\dd|MultiheadAttention)$", kind)
     return kind.rpartition(".")[-1] if telling else ""
 
