@@ -85,10 +85,9 @@ def check(
 
     Args:
         model, rewired: the original, and what was made of it; neither changes.
-        found: what runs of the original showed, in evaluation and in training mode.
+        found, patterns: what runs of the original showed; the patterns that know it.
         inputs: what to run them on; None if there is nothing.
         start: of the learned connections.
-        patterns: those that know the model.
 
     Raises:
         ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare`.
@@ -109,16 +108,12 @@ def check(
 def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
-    Args:
-        rewired, inputs: as above.
-        trained: trunks that the original ran in this mode.
-
     Returns:
         The residual adds that it left out: trunk, and number of the site.
 
     Raises:
         OutOfOrder: other residual adds run, and nothing tells which.
-        ValidationMismatch: nothing runs of a trunk, with the random numbers with which it was found, either.
+        ValidationMismatch: nothing runs of one of the ``trained`` trunks, as the original did with seed 0.
     """
     seen = _what_happens(rewired, inputs, seed=1)
     if seen is None:

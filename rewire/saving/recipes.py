@@ -89,10 +89,8 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     """Refuse a recipe that other weights belong to, before anything of its size is built.
 
     Args:
-        path: of the connection.
+        path, layout, start: of the connection.
         recipe: of the layout, for the message.
-        layout: of the connection.
-        start: of the connection.
         saved: shapes of saved tensors, by name.
 
     Raises:
@@ -190,8 +188,7 @@ def layout_of(
         path: of the connection, for messages.
         recipe: as it was read.
         trunk: its name.
-        channel_dim: of the trunk.
-        posts, loops: of the trunk.
+        channel_dim, posts, loops: of the trunk.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.

@@ -81,12 +81,7 @@ def addition_in(node: ast.AST) -> Addition | None:
 
 
 def addition_at(text: Text, at: Span, part: bool = False) -> Addition:
-    """The addition that stands at a place.
-
-    Args:
-        text: of the function.
-        at: the place.
-        part: whether it adds to a part of a value, and stores that.
+    """The addition that stands at a place; ``part``: one that adds to a part of a value, and stores that.
 
     Raises:
         EditError: it is written in another way.

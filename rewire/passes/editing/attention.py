@@ -16,14 +16,7 @@ from rewire.passes.finding.projections import Projections
 def plan_attention(
     carriers: Carriers, number: int, width: int | None, projections: Projections, separate_norms: bool
 ) -> None:
-    """Let each projection of an attention have its own read.
-
-    Args:
-        carriers: the calls that carry the stream.
-        number: of the attention's residual add.
-        width: channels of the stream there, if they are known.
-        projections: where the attention projects its input.
-        separate_norms: whether the norms before it get copies for keys and values.
+    """Let each projection of the attention of a residual add have its own read; the norms before it, perhaps copies.
 
     Raises:
         UnsupportedTopology: they cannot be taken apart; or there is no norm to copy.

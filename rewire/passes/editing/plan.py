@@ -51,9 +51,7 @@ def plan(
     """Add what changes for one trunk of one flow to ``plans``.
 
     Args:
-        found: what was found in the flow.
-        name: of the trunk.
-        plans: by path of a module and code of a function.
+        found, name, plans: the flow, the trunk, and what is added to.
         definitions: functions that take the place of the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
         entered: functions that hold tensors where streams run, because of other trunks.
@@ -157,13 +155,7 @@ class _Planner:
             function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
-        """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
-
-        Args:
-            scope: the call in which it starts.
-            name: of the parameter that it starts with.
-            item: of a tuple of tensors, the number of the one that it starts with.
-        """
+        """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
             other = function.edits.get(("parameter", name, number))

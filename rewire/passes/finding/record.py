@@ -46,12 +46,7 @@ _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", 
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
-    """Run ``model`` on ``inputs``, in its present mode, and record its operations.
-
-    Args:
-        model: a private copy: hooks are put on its modules.
-        inputs: positional and keyword arguments; they may be written to.
-    """
+    """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
     recorder = Recorder(model)
     handles = recorder.attach()
     try:

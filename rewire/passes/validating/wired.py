@@ -42,13 +42,7 @@ _Key: TypeAlias = tuple[Any, ...]
 
 
 def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
-    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's.
-
-    Args:
-        found: what runs of the original showed.
-        rewired: what was made of it.
-        patterns: those that know the model.
-    """
+    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's."""
     model = shared(found.evaluation.flow.model)
     for connection in connections(rewired).values():
         assert connection.trunk is not None
