@@ -153,12 +153,12 @@ def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
     if prepared.given:  # to pass inputs is no remedy
         finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
-    picked, mixed = _picks(finding), any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
-    if not has_inputs or (finding.trunks and not finding.flow.unread and not picked and not mixed):
+    mixed = any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
+    if not has_inputs or (finding.trunks and not finding.flow.unread and not mixed):
         return Found(finding)
     log.info("the trace of %s leaves doubts: it is run, too", prepared.name)
     recorded = _recorded_cheaply(prepared, restart)
-    certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds - picked)
+    certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds)
     return recorded if recorded is not None and certain else Found(finding)
 
 
@@ -201,12 +201,6 @@ def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
         "connected where the value that it makes is the shortcut of the next one; weights on the way, other than a "
         "norm's, end the stream."
     )
-
-
-def _picks(finding: Finding) -> bool:
-    """Whether a state is one of several values of a call into which the trace did not look."""
-    posts = (op for chain in finding.chains.values() for add in chain.adds for op in add.post)
-    return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
 
 
 def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
