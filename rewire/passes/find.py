@@ -96,10 +96,6 @@ class Found:
         return [self.evaluation] if self.training is None else [self.evaluation, self.training]
 
     @property
-    def flows(self) -> list[Flow]:
-        return [finding.flow for finding in self.findings]
-
-    @property
     def trunks(self) -> dict[str, Trunk]:
         return self.evaluation.trunks
 
@@ -245,8 +241,9 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
         for name, trunk in found.training.trunks.items():
             ran = collections.Counter(site.name for site in trunk.sites)
             found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
+    flows = [finding.flow for finding in findings]
     for trunk in found.trunks.values():
-        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(found.flows, trunk)]
+        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(flows, trunk)]
     return found
 
 

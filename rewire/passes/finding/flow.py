@@ -176,7 +176,7 @@ class Flow:
     Attributes:
         model: that was run or traced.
         ops: the operations.
-        outputs: what the model returns.
+        outputs: what a traced model returns.
         unread: what could not be looked into, by module path.
         unseen: in words, a tensor that no recorded operation made; empty if there is none.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
