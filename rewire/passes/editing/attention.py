@@ -51,7 +51,7 @@ class _Attention:
         functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
         copied = 0
         for op in sorted(way, key=lambda op: op.index):
-            scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
+            scope = next(scope for scope in op.scope.outward() if scope in functions)
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
             known = function.edits.get(("apply", at))
             if isinstance(known, Apply) and known.norm:
@@ -78,9 +78,8 @@ class _Attention:
         """The calls of projections in a branch, with what they project of the stream's value."""
         found: dict[Scope, list[Op]] = {}
         for op in self.add.region:
-            scope: Scope | None = op.scope
-            while scope is not None and (scope.helper or scope.path not in self.projections.ways):
-                scope = scope.parent
+            calls = (s for s in op.scope.outward() if not s.helper and s.path in self.projections.ways)
+            scope = next(calls, None)
             if scope is not None:
                 entries = [source for source in op.inputs if not scope.holds(source.scope)]
                 found.setdefault(scope, []).extend(o for o in entries if o is self.add.state or o in self.add.region)

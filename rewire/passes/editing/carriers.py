@@ -164,20 +164,12 @@ class Carriers:
 
     def innermost(self, op: Op) -> Scope | None:
         """The innermost carrier in which ``op`` runs."""
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in self.scopes:
-            scope = scope.parent
-        return scope
+        return next((scope for scope in op.scope.outward() if scope in self.scopes), None)
 
 
 def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
     """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
-    scopes: set[Scope] = set()
-    for op in found.flow:
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in scopes:
-            scopes.add(scope)
-            scope = scope.parent
+    scopes = {scope for own in {op.scope for op in found.flow} for scope in own.outward()}
     adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
     return {(scope.path, scope.code) for scope in scopes - adding}
 

@@ -107,7 +107,7 @@ class _Planner:
         plans = {scope: self.sources.plan(scope) for scope in self.carriers.entered}
         for op in self.flow:
             place = op.place
-            for scope in reversed(op.scope.chain()):
+            for scope in op.scope.outward():
                 if scope in plans and place is not None:
                     plans[scope].ran.add(place_of(*place))
                 place = scope.call
@@ -414,12 +414,8 @@ def _variable(text: Text, at: Span) -> str | None:
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:
     """What makes the tensors that a call returns, which ``scope`` makes and ``op`` runs in, if it returns several."""
-    inner: Scope | None = op.scope
-    while inner is not None and inner is not scope:
-        if inner.parent is scope and len(inner.results) > 1:
-            return inner.results
-        inner = inner.parent
-    return []
+    inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+    return inner.results if inner is not None and len(inner.results) > 1 else []
 
 
 def _chain(node: ast.expr, text: Text) -> Written | None:

@@ -254,7 +254,7 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
     """
     if not any(op.weighted for op in between(state, branch) - {state}):
         return frozenset()
-    for scope in reversed(add.scope.chain()):
+    for scope in add.scope.outward():
         region = between(state, branch, scope) - {state}
         if any(op.weighted for op in region):
             return region

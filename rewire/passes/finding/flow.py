@@ -76,14 +76,16 @@ class Scope:
     key: Any = None
     _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 
-    def chain(self) -> list[Scope]:
-        """This call and those around it, outermost first."""
-        scopes: list[Scope] = []
+    def outward(self) -> Iterator[Scope]:
+        """This call and those around it."""
         scope: Scope | None = self
         while scope is not None:
-            scopes.append(scope)
+            yield scope
             scope = scope.parent
-        return scopes[::-1]
+
+    def chain(self) -> list[Scope]:
+        """This call and those around it, outermost first."""
+        return [*self.outward()][::-1]
 
     def modules(self) -> list[Scope]:
         """The calls of modules among `chain`."""
