@@ -29,7 +29,7 @@ from rewire.errors import (
 )
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
-from rewire.passes.checks import check_choices, check_loop, check_model, check_not_cut, on_meta
+from rewire.passes.checks import check_choices, check_model, check_not_cut, on_meta
 from rewire.passes.choose import choose, chosen_topologies
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.inputs import inputs_for
@@ -69,7 +69,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
         >>> [(trunk.name, len(trunk.sites)) for trunk in report.trunks]
         [('blocks', 6)]
     """
-    check_loop(loop)
+    check_choices(loop=loop)
     made = connections(model)
     known = next((connection.report for connection in made.values()), None)
     if known is not None and example_inputs is None:
@@ -175,8 +175,7 @@ def compile(
         others: dict[str, Any] = {"example_inputs": example_inputs, "trunks": trunks, "validate": validate}
         return compile(model, topology, **(own | options | more), **others)
     topologies = chosen_topologies(topology, options, trunks, start)
-    check_choices(granularity, start)
-    check_loop(loop)
+    check_choices(granularity, start, loop)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
     check_can_be_trained(model)
@@ -188,9 +187,8 @@ def compile(
             "shortcuts inside them; start from a plain residual model."
         )
     method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
-    everything = any(topology.reads_qkv for topology in topologies.values())
     with timed(logs.find, f"looked for residual streams in {prepared.name}"), _uncompiled():
-        found = find(prepared, method, everything, loop == "restart")
+        found = find(prepared, method, loop == "restart")
     logs.find.info("found:\n%s", found.report)
     check_found(found, prepared)
     if trunks is None:

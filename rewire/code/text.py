@@ -27,20 +27,16 @@ _FUTURE = functools.reduce(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Text:
-    """The source text of one function, as it stands in its file.
+class Lines:
+    """A text, by the lines and columns of its syntax tree.
 
     Attributes:
-        file: where it stands.
-        first: number of its first line there, decorators included.
         text: its lines, with their indentation.
-        tree: its definition, with the line numbers of the file.
+        first: number of its first line.
     """
 
-    file: str
-    first: int
     text: str
-    tree: ast.FunctionDef | ast.AsyncFunctionDef
+    first: int = 1
 
     @functools.cached_property
     def offsets(self) -> list[int]:
@@ -55,7 +51,7 @@ class Text:
         return [line.encode() for line in lines_of(self.text)]
 
     def index(self, line: int, column: int) -> int:
-        """The character of the text that stands at this line of the file and this column, in bytes."""
+        """The character of the text that stands at this line and this column, in bytes."""
         row = line - self.first
         return self.offsets[row] + len(self.lines[row][:column].decode())
 
@@ -63,6 +59,19 @@ class Text:
         """First and last character of a node."""
         line, end_line, column, end_column = span_of(node)
         return self.index(line, column), self.index(end_line, end_column)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Text(Lines):
+    """The source text of one function, as it stands in its file, decorators included.
+
+    Attributes:
+        file: where it stands.
+        tree: its definition, with the line numbers of the file.
+    """
+
+    file: str
+    tree: ast.FunctionDef | ast.AsyncFunctionDef
 
     @functools.cached_property
     def nodes(self) -> dict[Span, list[ast.AST]]:
@@ -210,7 +219,7 @@ def _read(function: FunctionType) -> Text:
         of_lambda = name.endswith("<lambda>")
         why = "is a lambda: write it as a function" if of_lambda else f"does not parse by itself: {error}"
         raise EditError(f"the source of {name} at {file}:{first} {why}") from error
-    text = Text(file, first, source, tree)
+    text = Text(source, first, file=file, tree=tree)
     code = compiled(function, source, first)
     if code is None or not _same(code, function.__code__):
         raise EditError(

@@ -18,8 +18,9 @@ from torch import nn
 from rewire.attributes import CONNECTIONS, gate_of
 from rewire.code.edited import Edited, edits_of, is_edited, original_class
 from rewire.code.functions import undecorated
+from rewire.code.text import Lines
 from rewire.ejecting.connecting import EJECTED
-from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
+from rewire.ejecting.names import Binding, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
 from rewire.passes.editing.connect import StreamsToTensors

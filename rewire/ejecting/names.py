@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from rewire.code.text import Lines
+
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
@@ -105,34 +107,13 @@ class Replacement:
     text: str
 
 
-class Lines:
-    """A text, by the lines and columns of its syntax tree."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._lines = text.splitlines(keepends=True)
-        self._starts = [0]
-        for line in self._lines:
-            self._starts.append(self._starts[-1] + len(line))
-
-    def at(self, line: int, column: int) -> int:
-        """The character at a line (from 1) and a column (in bytes)."""
-        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
-
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        """First and last character of a node."""
-        assert isinstance(node, (ast.expr, ast.stmt))
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
-
-    def whole(self, node: ast.stmt) -> tuple[int, int]:
-        """The lines of a statement, with its decorators and the comments right above it."""
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1
-        while first and self._lines[first - 1].lstrip().startswith("#"):
-            first -= 1
-        assert node.end_lineno is not None
-        return self._starts[first], self._starts[node.end_lineno]
+def whole(lines: Lines, node: ast.stmt) -> tuple[int, int]:
+    """First and last character of the lines of a statement, with its decorators and the comments right above it."""
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1
+    while first and lines.lines[first - 1].lstrip().startswith(b"#"):
+        first -= 1
+    assert node.end_lineno is not None
+    return lines.offsets[first], lines.offsets[node.end_lineno]
 
 
 def replaced(text: str, replacements: Sequence[Replacement], start: int = 0) -> str:

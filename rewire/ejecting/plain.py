@@ -7,7 +7,7 @@ Names that are defined here take the place of the same names in `rewire.mixes`, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rewire.mixes.attended import EPS
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import first_mixes, parts
-from rewire.mixes.history import Row
+from rewire.mixes.history import Free, Row
 from rewire.mixes.mix import _by_autograd, mix, softmax
 from rewire.mixes.tokens import _Project, _ProjectNormed, inverse_rms, outside_autocast, project, project_normed
 
@@ -102,43 +102,8 @@ class Mix:
         return total, module(total)
 
 
-class Free:
-    """The table of a history whose weights are not known before it is read with them.
-
-    Args:
-        group: reads until there is another state.
-
-    Attributes:
-        blocks: which of the reads are of which states.
-    """
-
-    queries: Sequence[Tensor] = ()
-
-    def __init__(self, group: int = 1) -> None:
-        self.blocks = Blocks(0, 1, 1, 1, group)
-
-    def history(self) -> History:
-        """The history before its first state."""
-        return History(self)
-
-    def holding(self, states: Iterable[Tensor], plain: Tensor | None = None) -> History:
-        """A history of these states; and what a unit would read that mixes none."""
-        history = self.history()
-        for x in states:
-            history = history.push(x)
-        history.plain = plain
-        return history
-
-
 class Table(Free):
-    """Weights of reads in turn, each of all states so far, in one way or several.
-
-    Args:
-        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        ways: of each read in turn; or how many reads there are, of one way each.
-        first: states that the first read is of; each further one is of one more.
-        group: reads until there is another state.
-        queries: w, float32 [S, D]: ``relu(w . x_i)`` is added to the weight of x_i; one row for each way of each read.
+    """Weights of reads in turn, each of all states so far, in one way or several: see `rewire.mixes.history`.
 
     Attributes:
         rows: of each read, [ways, n] or [ways, n, D].
@@ -162,23 +127,15 @@ class Table(Free):
     def _ask(self, queries: Tensor | None, ways: Sequence[int], first: int, group: int) -> None:
         self.blocks, self.first = Blocks(len(ways), first, len(ways), len(ways), group), first_mixes(ways)
         if queries is not None:
-            self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
-            self.own = queries.split(list(ways))
+            starts = [self.first[self.blocks.first_mix(state)] for state in range(self.blocks.states)]
+            self.queries, self.own = tuple([queries[start:] for start in starts]), queries.split(list(ways))
+
+    def history(self) -> Any:
+        return History(self)
 
 
 class AttendedTable(Table):
-    """Queries of reads in turn, each of all states so far; the first read is of one state, and has none.
-
-    Args:
-        queries: w, float32 [K, D].
-        scaled: whether the weights of n states add up to n, not to 1.
-        group: reads until there is another state.
-        ways: how many queries each read has.
-        normed: whether to keep, behind the scores of a state, also what norms it.
-        only_scores: whether weights are another function of the scores; no matter here.
-        rank: how many channels scores are of, the last ones; None: all.
-        first: the t of the first read that has a query.
-    """
+    """Queries of reads in turn, each of all states so far: arguments as in `rewire.mixes.attended`."""
 
     def __init__(
         self,
@@ -194,7 +151,7 @@ class AttendedTable(Table):
         self._ask(queries, [0, *ways], first - 1, group)
         self.scaled, self.normed, self.rank = scaled, normed, rank
 
-    def history(self) -> AttendedHistory:
+    def history(self) -> Any:
         return AttendedHistory(self)
 
 
@@ -208,7 +165,9 @@ class History:
 
     __slots__ = ("joined", "plain", "scores", "states", "table")
 
-    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
+    def __init__(
+        self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = (), claims: None = None
+    ) -> None:
         self.table, self.states, self.scores, self.joined = table, states, scores, False
         self.plain: Tensor | None = None
 

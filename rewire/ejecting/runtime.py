@@ -16,10 +16,10 @@ import graphlib
 import importlib
 from collections.abc import Iterable, Sequence
 
+from rewire.code.text import Lines
 from rewire.ejecting import plain
 from rewire.ejecting.names import (
     Binding,
-    Lines,
     Replacement,
     bindings,
     defined_by,
@@ -27,6 +27,7 @@ from rewire.ejecting.names import (
     parsed,
     renamed,
     replaced,
+    whole,
 )
 
 #: What ejected modules import.
@@ -220,12 +221,12 @@ class Runtime:
         """The text of a statement, with the names that its definitions have in the file."""
         text = parsed(module)[0]
         lines = Lines(text)
-        start, end = lines.whole(node)
+        start, end = whole(lines, node)
         changes = self._renamed(module, node)
         unread = [method for methods in self._unread.values() for _, method in methods]
         for inner in ast.walk(node):
             if inner in unread:
-                changes.append(Replacement(*lines.whole(inner), ""))
+                changes.append(Replacement(*whole(lines, inner), ""))
             for decorator in getattr(inner, "decorator_list", ()):
                 if _registers(decorator):
                     first, last = lines.span(decorator)

@@ -63,7 +63,7 @@ def _step(op: Op, last: LastLayers) -> Sequence[Op]:
     if op.leaf is not None:
         _enter_module(op.scope.path, op.leaf, last)
         return op.inputs[:1] if _goes_through(op.leaf) else ()
-    norm = next((scope for scope in op.calls() if scope.module is not None and is_norm(scope.module)), None)
+    norm = next((scope for scope in op.scope.modules() if scope.module is not None and is_norm(scope.module)), None)
     if norm is not None:
         last.norms.add(norm.path)
         return _inputs_of(norm, op)

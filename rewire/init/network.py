@@ -84,7 +84,7 @@ class Network:
         self.model = model
         prepared = without_inputs(model)
         self.patterns = prepared.patterns
-        self.flow = follow(prepared.model, prepared.forwards, everything=True)
+        self.flow = follow(prepared.model, prepared.forwards)
         self.parameters = dict(model.named_parameters())
         self.first_name = {id(parameter): name for name, parameter in self.parameters.items()}
         self.aliases: dict[str, list[str]] = {name: [] for name in self.parameters}

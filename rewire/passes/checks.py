@@ -14,14 +14,11 @@ from rewire.torch_internals import children_of
 from rewire.trunk import Trunk
 
 
-def check_choices(granularity: str, start: str) -> None:
+def check_choices(granularity: str = "auto", start: str = "preserve", loop: str = "continue") -> None:
     if granularity not in ("auto", "block", "sublayer"):
         raise ValueError(f"granularity must be 'auto', 'block' or 'sublayer', not {granularity!r}.")
     if start not in ("preserve", "paper"):
         raise ValueError(f"start must be 'preserve' or 'paper', not {start!r}.")
-
-
-def check_loop(loop: str) -> None:
     if loop not in ("continue", "restart"):
         raise ValueError(f"loop must be 'continue' or 'restart', not {loop!r}.")
 

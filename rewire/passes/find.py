@@ -96,10 +96,6 @@ class Found:
         return [self.evaluation] if self.training is None else [self.evaluation, self.training]
 
     @property
-    def flows(self) -> list[Flow]:
-        return [finding.flow for finding in self.findings]
-
-    @property
     def trunks(self) -> dict[str, Trunk]:
         return self.evaluation.trunks
 
@@ -123,7 +119,7 @@ class Found:
 Method: TypeAlias = Literal["run", "meta", "trace"]
 
 
-def find(prepared: Prepared, method: Method | None = None, everything: bool = False, restart: bool = False) -> Found:
+def find(prepared: Prepared, method: Method | None = None, restart: bool = False) -> Found:
     """The trunks of a model, which is not changed.
 
     Args:
@@ -132,17 +128,16 @@ def find(prepared: Prepared, method: Method | None = None, everything: bool = Fa
             device, where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and
             copies are run as for ``"meta"`` where that leaves doubts. None: ``"run"`` on inputs of the caller's, else
             ``"trace"``.
-        everything: look into all modules, not only into those that may hold residual adds.
         restart: see `chains`.
 
     Raises:
         BadExampleInputs: the model does not run on the inputs.
     """
     with progress(f"looking at {prepared.name}"):
-        return _find(prepared, method or ("run" if prepared.given else "trace"), everything, restart)
+        return _find(prepared, method or ("run" if prepared.given else "trace"), restart)
 
 
-def _find(prepared: Prepared, method: Method, everything: bool, restart: bool) -> Found:
+def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
     has_inputs = prepared.inputs is not None
     if has_inputs and method == "run" and not on_meta(prepared.model):
         return _recorded(prepared, restart=restart)
@@ -150,16 +145,16 @@ def _find(prepared: Prepared, method: Method, everything: bool, restart: bool) -
         recorded = _recorded_cheaply(prepared, restart)
         if recorded:
             return recorded
-    finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns, restart)
+    finding = finding_in(follow(prepared.model, prepared.forwards), prepared.patterns, restart)
     if prepared.given:  # to pass inputs is no remedy
         finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
-    picked, mixed = _picks(finding), any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
-    if not has_inputs or (finding.trunks and not finding.flow.unread and not picked and not mixed):
+    mixed = any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
+    if not has_inputs or (finding.trunks and not finding.flow.unread and not mixed):
         return Found(finding)
     log.info("the trace of %s leaves doubts: it is run, too", prepared.name)
     recorded = _recorded_cheaply(prepared, restart)
-    certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds - picked)
+    certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds)
     return recorded if recorded is not None and certain else Found(finding)
 
 
@@ -204,12 +199,6 @@ def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
     )
 
 
-def _picks(finding: Finding) -> bool:
-    """Whether a state is one of several values of a call into which the trace did not look."""
-    posts = (op for chain in finding.chains.values() for add in chain.adds for op in add.post)
-    return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
-
-
 def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
     """What runs in evaluation and in training mode show."""
     assert prepared.inputs is not None
@@ -252,8 +241,9 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
         for name, trunk in found.training.trunks.items():
             ran = collections.Counter(site.name for site in trunk.sites)
             found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
+    flows = [finding.flow for finding in findings]
     for trunk in found.trunks.values():
-        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(found.flows, trunk)]
+        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(flows, trunk)]
     return found
 
 
@@ -411,7 +401,7 @@ def _readers(flow: Flow, state: Op) -> Iterator[Op]:
 def _called_in(op: Op, block: str, depth: int) -> str:
     """Path, below the block, of the innermost module that ``op`` runs in; the operation's name if it is the block."""
     path = op.scope.path.removeprefix(block).lstrip(".")
-    return path if len(op.calls()) > depth and path else op.name
+    return path if len(op.scope.modules()) > depth and path else op.name
 
 
 def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[str]) -> Trunk:

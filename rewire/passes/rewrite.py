@@ -40,9 +40,7 @@ def rewrite(
     """Rewire the prepared copy of a model, in place.
 
     Args:
-        prepared: the model.
-        found: its trunks.
-        layouts: of the trunks to rewire.
+        prepared, found, layouts: the model, and the trunks to rewire.
         start: of the connections.
         all_of_them: whether a trunk that cannot be edited is an error; else what was found leaves it, with a warning,
             if others can.

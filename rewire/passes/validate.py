@@ -1,4 +1,4 @@
-"""Pass: compare the rewritten model with the original: outputs, gradients and graphs.
+"""Pass: compare the rewritten model with the original: outputs and gradients.
 
 Both run on the same inputs with the same random numbers: in evaluation mode; with perturbed weights, since branches
 that are zero at the start would hide everything behind them; and in training mode. Copies are compared (`copies`), so
@@ -20,9 +20,7 @@ from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationM
 from rewire.logs import validate as log
 from rewire.passes.editing.connect import drop_copies
 from rewire.passes.find import Found
-from rewire.passes.finding.flow import Flow
 from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, run, strided, values_for
-from rewire.passes.validating.same_graph import compare_graphs
 from rewire.passes.validating.tensors import described, finite, relative_error, tensors_in, tolerance
 from rewire.passes.validating.wired import wired
 from rewire.patterns import Pattern
@@ -87,13 +85,12 @@ def check(
 
     Args:
         model, rewired: the original, and what was made of it; neither changes.
-        found: what runs of the original showed, in evaluation and in training mode.
+        found, patterns: what runs of the original showed; the patterns that know it.
         inputs: what to run them on; None if there is nothing.
         start: of the learned connections.
-        patterns: those that know the model.
 
     Raises:
-        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare` and `compare_graphs`.
+        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare`.
     """
     name = type(model).__name__
     if inputs is None:
@@ -101,7 +98,7 @@ def check(
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
+    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else ())
     compare_moved(name, found, rewired, inputs, patterns)
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
     for trunk, site in _run_by_chance(rewired, inputs, trained):
@@ -111,16 +108,12 @@ def check(
 def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
-    Args:
-        rewired, inputs: as above.
-        trained: trunks that the original ran in this mode.
-
     Returns:
         The residual adds that it left out: trunk, and number of the site.
 
     Raises:
         OutOfOrder: other residual adds run, and nothing tells which.
-        ValidationMismatch: nothing runs of a trunk, with the random numbers with which it was found, either.
+        ValidationMismatch: nothing runs of one of the ``trained`` trunks, as the original did with seed 0.
     """
     seen = _what_happens(rewired, inputs, seed=1)
     if seen is None:
@@ -201,18 +194,10 @@ def compare_both(
     inputs: Inputs,
     settings: Sequence[Setting],
     starts: Sequence[Setting],
-    found: Sequence[Flow] = (),
 ) -> None:
-    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is, in ``starts``, if any.
-
-    If runs of the original were found, their graphs are compared with the plain one, too.
-    """
-    plain = with_plain_connections(rewired)
-    with progress(f"validating {name}", len(settings) + len(starts) + bool(found)) as step:
-        compare(original, plain, inputs, settings, step)
-        if found:
-            log.info("%s: the graphs agree in %d operations with weights", name, compare_graphs(found, plain, inputs))
-            step()
+    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is in ``starts``."""
+    with progress(f"validating {name}", len(settings) + len(starts)) as step:
+        compare(original, with_plain_connections(rewired), inputs, settings, step)
         if starts:
             compare(original, rewired, inputs, starts, step)
 

@@ -555,11 +555,8 @@ class Depth:
     def project(self, projection: Callable[..., Any], what: Any) -> Callable[..., Any]:
         """``projection`` of an attention's queries, keys or values, which gets what these read.
 
-        Args:
-            projection: what is called.
-            what: ``"q"``, ``"k"`` or ``"v"``; ``"qkv"`` for a torch.nn.MultiheadAttention; groups and
-                sizes (`Fused`) of one that makes all three; or, where one call is of several projections, what each of
-                them is.
+        ``what`` is ``"q"``, ``"k"`` or ``"v"``; ``"qkv"`` for a torch.nn.MultiheadAttention; groups and sizes (`Fused`)
+        of one that makes all three; or, where one call is of several projections, what each of them is.
         """
         return self.separate.project(projection, what)
 
@@ -594,10 +591,7 @@ class Depth:
 
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""
-        for entry in self.entries:
-            if entry.trunk == stream.layout.trunk:
-                return entry
-        return None
+        return next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
 
     def _check_unchanged(self, live: Live) -> None:
         if live.overwritten:

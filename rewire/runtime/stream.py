@@ -374,11 +374,7 @@ class Stream(TensorLike):
         return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor, more: bool = False) -> Stream:
-        """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks).
-
-        Args:
-            state: what they made.
-            more: whether others may follow.
+        """The stream after operations behind an add made ``state`` of its sum; ``more``: others may follow.
 
         Raises:
             UnsupportedCall: gradients do not pass from the one to the other.

@@ -89,10 +89,8 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     """Refuse a recipe that other weights belong to, before anything of its size is built.
 
     Args:
-        path: of the connection.
+        path, layout, start: of the connection.
         recipe: of the layout, for the message.
-        layout: of the connection.
-        start: of the connection.
         saved: shapes of saved tensors, by name.
 
     Raises:
@@ -145,8 +143,7 @@ def rewired_by(
     layouts_of(recipes)  # before the model is looked at, which may take long
     check_model(model)
     prepared = prepare(model, example_inputs)
-    everything = any(recipe["attention"] for recipe in recipes.values())
-    found = _found(prepared, recipes, everything)
+    found = _found(prepared, recipes)
     check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
@@ -158,14 +155,14 @@ def rewired_by(
     return rewrite(prepared, found, layouts, start)
 
 
-def _found(prepared: Prepared, recipes: dict[str, Any], everything: bool) -> Found:
+def _found(prepared: Prepared, recipes: dict[str, Any]) -> Found:
     """What is found in a model, in that way of looking at it, and at its loops, in which the recipes fit."""
     methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
     for method, restart in itertools.product(methods, (False, True)):
-        found = find(prepared, method, everything, restart)
+        found = find(prepared, method, restart)
         if _fits(recipes, found.trunks.values()):
             return found
-    return find(prepared, methods[-1], everything)
+    return find(prepared, methods[-1])
 
 
 def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
@@ -191,8 +188,7 @@ def layout_of(
         path: of the connection, for messages.
         recipe: as it was read.
         trunk: its name.
-        channel_dim: of the trunk.
-        posts, loops: of the trunk.
+        channel_dim, posts, loops: of the trunk.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.

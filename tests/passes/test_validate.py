@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.errors import ValidationMismatch
+from rewire.passes import validate
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.validate import compare
 from rewire.passes.validating.tensors import relative_error, tensors_in
@@ -44,6 +45,43 @@ def test_the_first_block_that_differs_is_named():
     # two adds a block: the third is the first of block 1
     with pytest.raises(rewire.ValidationMismatch, match=r"first block that differs is 'transformer\.h\.1'"):
         rewire.compile(NanoGPT(), Drifting(), example_inputs=(IDS,))
+
+
+class SkipsTheMlp(PreNorm):
+    def forward(self, x):
+        return x + self.attn(self.ln_1(x))
+
+
+class ReadsTheInput(PreNorm):
+    """Parallel: the branch of the MLP does not read what the attention adds."""
+
+    def forward(self, x):
+        return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
+
+
+class OtherNorm(PreNorm):
+    """The same numbers until norms have weights of their own."""
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class OtherOrder(PreNorm):
+    def forward(self, x):
+        x = x + self.mlp(self.ln_2(x))
+        return x + self.attn(self.ln_1(x))
+
+
+@pytest.mark.parametrize("block", [SkipsTheMlp, ReadsTheInput, OtherNorm, OtherOrder])
+def test_what_an_edit_has_lost_or_mixed_up_shows_in_numbers(block, monkeypatch):
+    def stack(of):
+        torch.manual_seed(0)
+        return Stack(of)
+
+    monkeypatch.setattr(validate, "with_plain_connections", lambda rewired: stack(block))
+    with pytest.raises(rewire.ValidationMismatch, match=r"differs from the original's|gradient in the original only"):
+        rewire.compile(stack(PreNorm), "ancre-ingoing", example_inputs=(vectors(),))
 
 
 def test_nothing_is_left_behind():

@@ -10,7 +10,6 @@ from rewire.errors import EditError
 
 #: Methods that add to a tensor's rows, by their places or where the result has another value already.
 _SCATTERED = frozenset({"index_add", "scatter_add", "index_put"})
-_IN_PLACE = frozenset({"add_", *(f"{name}_" for name in _SCATTERED)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +47,16 @@ class Addition:
     @property
     def target(self) -> ast.expr | None:
         """What it changes in place."""
-        if self.part is not None:
-            return self.part.value
-        if isinstance(self.node, ast.AugAssign):
-            return self.node.target
-        function = self.node.func if isinstance(self.node, ast.Call) else None
-        in_place = isinstance(function, ast.Attribute) and function.attr in _IN_PLACE
-        return function.value if in_place else None  # type: ignore[union-attr]
+        return written_to(self.node) if self.part is None else self.part.value
+
+
+def written_to(node: ast.AST) -> ast.expr | None:
+    """What an operation in place changes: ``x`` of ``x += f``, ``x.mul_(2)``."""
+    if isinstance(node, ast.AugAssign):
+        return node.target
+    method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+    in_place = method is not None and method.attr.endswith("_") and not method.attr.endswith("__")
+    return method.value if method is not None and in_place else None
 
 
 def addition_in(node: ast.AST) -> Addition | None:
@@ -79,12 +81,7 @@ def addition_in(node: ast.AST) -> Addition | None:
 
 
 def addition_at(text: Text, at: Span, part: bool = False) -> Addition:
-    """The addition that stands at a place.
-
-    Args:
-        text: of the function.
-        at: the place.
-        part: whether it adds to a part of a value, and stores that.
+    """The addition that stands at a place; ``part``: one that adds to a part of a value, and stores that.
 
     Raises:
         EditError: it is written in another way.

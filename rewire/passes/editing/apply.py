@@ -34,8 +34,7 @@ def apply(
         model: changed in place.
         looked_at: the copy that the plans were made of.
         plans: what changes in each function, and its new text.
-        connections: of each trunk.
-        advice: see `Gate`.
+        connections, advice: see `Gate`.
 
     Raises:
         EditError: a module has an attribute of the name that rewire needs, its class cannot be derived from, or it has

@@ -9,21 +9,14 @@ from rewire.errors import EditError, UnsupportedTopology
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
 from rewire.passes.finding.adds import between
-from rewire.passes.finding.flow import Op, Scope, common
+from rewire.passes.finding.flow import Op, Scope, around
 from rewire.passes.finding.projections import Projections
 
 
 def plan_attention(
     carriers: Carriers, number: int, width: int | None, projections: Projections, separate_norms: bool
 ) -> None:
-    """Let each projection of an attention have its own read.
-
-    Args:
-        carriers: the calls that carry the stream.
-        number: of the attention's residual add.
-        width: channels of the stream there, if they are known.
-        projections: where the attention projects its input.
-        separate_norms: whether the norms before it get copies for keys and values.
+    """Let each projection of the attention of a residual add have its own read; the norms before it, perhaps copies.
 
     Raises:
         UnsupportedTopology: they cannot be taken apart; or there is no norm to copy.
@@ -58,7 +51,7 @@ class _Attention:
         functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
         copied = 0
         for op in sorted(way, key=lambda op: op.index):
-            scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
+            scope = next(scope for scope in op.scope.outward() if scope in functions)
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
             known = function.edits.get(("apply", at))
             if isinstance(known, Apply) and known.norm:
@@ -85,9 +78,8 @@ class _Attention:
         """The calls of projections in a branch, with what they project of the stream's value."""
         found: dict[Scope, list[Op]] = {}
         for op in self.add.region:
-            scope: Scope | None = op.scope
-            while scope is not None and (scope.helper or scope.path not in self.projections.ways):
-                scope = scope.parent
+            calls = (s for s in op.scope.outward() if not s.helper and s.path in self.projections.ways)
+            scope = next(calls, None)
             if scope is not None:
                 entries = [source for source in op.inputs if not scope.holds(source.scope)]
                 found.setdefault(scope, []).extend(o for o in entries if o is self.add.state or o in self.add.region)
@@ -99,9 +91,7 @@ class _Attention:
     def _reader(self) -> Scope:
         """The function in which the stream is read for an attention."""
         users = [user for user in self.flow.users[self.add.state] if user in self.add.region]
-        scopes = users[0].scope.chain()
-        for user in users[1:]:
-            scopes = common(scopes, user.scope.chain())
+        scopes = around(user.scope.chain() for user in users)
         while scopes[-1] not in self.carriers.scopes:
             scopes.pop()
         return scopes[-1]

@@ -16,7 +16,7 @@ from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import hands_on, may_be_left_out
 from rewire.passes.find import Finding, not_run
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.flow import Op, Scope, common
+from rewire.passes.finding.flow import Op, Scope, around
 
 
 class Carriers:
@@ -71,18 +71,13 @@ class Carriers:
     def _beginning(self) -> Scope:
         """The innermost call that holds the first add and all that its branches read the stream with."""
         first = self.adds[0]
-        scopes = first.op.scope.chain()
-        for op in (first.state, *casts_of(first)):
-            for user in self.flow.users[op]:
-                if user in first.region or user in self.on_way:
-                    scopes = common(scopes, user.scope.chain())
-        return scopes[-1]
+        users = (user for op in (first.state, *casts_of(first)) for user in self.flow.users[op])
+        readers = (user for user in users if user in first.region or user in self.on_way)
+        return around(op.scope.chain() for op in (first.op, *readers))[-1]
 
     def _carriers(self) -> list[Scope]:
         """Calls that the stream runs through, outermost first: within the innermost one that holds it whole."""
-        home = self.begin.chain()
-        for add in self.adds:
-            home = common(home, add.op.scope.chain())
+        home = around(scope.chain() for scope in (self.begin, *(add.op.scope for add in self.adds)))
         while self._is_function(home[-1]):  # what calls it has to call another function
             home.pop()
         found: dict[Scope, None] = {}
@@ -171,20 +166,12 @@ class Carriers:
 
     def innermost(self, op: Op) -> Scope | None:
         """The innermost carrier in which ``op`` runs."""
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in self.scopes:
-            scope = scope.parent
-        return scope
+        return next((scope for scope in op.scope.outward() if scope in self.scopes), None)
 
 
 def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
     """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
-    scopes: set[Scope] = set()
-    for op in found.flow:
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in scopes:
-            scopes.add(scope)
-            scope = scope.parent
+    scopes = {scope for own in {op.scope for op in found.flow} for scope in own.outward()}
     adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
     return {(scope.path, scope.code) for scope in scopes - adding}
 

@@ -28,12 +28,7 @@ from rewire.torch_internals import forward_hooks, forward_pre_hooks
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
-    """Make the texts the methods of ``module``.
-
-    Args:
-        module: changed in place.
-        methods: by name.
-        shared: equal modules get the same class: for those that get no stream.
+    """Make the texts the methods of ``module``, in place; ``shared``: equal modules get the same class.
 
     Raises:
         EditError: the class cannot be derived from.

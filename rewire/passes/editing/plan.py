@@ -51,9 +51,7 @@ def plan(
     """Add what changes for one trunk of one flow to ``plans``.
 
     Args:
-        found: what was found in the flow.
-        name: of the trunk.
-        plans: by path of a module and code of a function.
+        found, name, plans: the flow, the trunk, and what is added to.
         definitions: functions that take the place of the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
         entered: functions that hold tensors where streams run, because of other trunks.
@@ -109,7 +107,7 @@ class _Planner:
         plans = {scope: self.sources.plan(scope) for scope in self.carriers.entered}
         for op in self.flow:
             place = op.place
-            for scope in reversed(op.scope.chain()):
+            for scope in op.scope.outward():
                 if scope in plans and place is not None:
                     plans[scope].ran.add(place_of(*place))
                 place = scope.call
@@ -159,13 +157,7 @@ class _Planner:
             function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
-        """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
-
-        Args:
-            scope: the call in which it starts.
-            name: of the parameter that it starts with.
-            item: of a tuple of tensors, the number of the one that it starts with.
-        """
+        """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
             other = function.edits.get(("parameter", name, number))
@@ -424,12 +416,8 @@ def _variable(text: Text, at: Span) -> str | None:
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:
     """What makes the tensors that a call returns, which ``scope`` makes and ``op`` runs in, if it returns several."""
-    inner: Scope | None = op.scope
-    while inner is not None and inner is not scope:
-        if inner.parent is scope and len(inner.results) > 1:
-            return inner.results
-        inner = inner.parent
-    return []
+    inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+    return inner.results if inner is not None and len(inner.results) > 1 else []
 
 
 def _chain(node: ast.expr, text: Text) -> Written | None:

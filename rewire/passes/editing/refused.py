@@ -6,6 +6,7 @@ import ast
 
 from rewire.code.text import written_at
 from rewire.errors import EditError
+from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
@@ -42,7 +43,7 @@ def _target(carriers: Carriers, op: Op) -> str:
     except EditError:
         return ""
     for node in nodes:
-        target = node.func if isinstance(node, ast.Call) else getattr(node, "target", node)
+        target: ast.AST = written_to(node) or node
         while isinstance(target, (ast.Attribute, ast.Subscript)):
             target = target.value
         if isinstance(target, ast.Name):

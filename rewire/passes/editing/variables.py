@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Sequence, Set
 
 from rewire.code.text import Span, Text, span_of, within
+from rewire.passes.editing.additions import written_to
 
 #: Attributes that a stream has without being read.
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
@@ -173,9 +174,7 @@ def assigned(text: Text, node: ast.AST) -> str | None:
     if node not in (statement, getattr(statement, "value", None), *targets):
         return None  # it is part of what becomes the value
     if isinstance(statement, ast.Expr):  # x.mul_(2)
-        method = statement.value.func if isinstance(statement.value, ast.Call) else None
-        in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_")
-        targets = [method.value] if in_place else []  # type: ignore[union-attr]
+        targets = [written_to(statement.value)]
     target = targets[0] if len(targets) == 1 else None
     while isinstance(target, ast.Subscript):  # x[mask] = y
         target = target.value

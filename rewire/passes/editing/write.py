@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewire.code.text import Span, is_call_of_one, parsed, span_of, within
 from rewire.errors import EditError
-from rewire.passes.editing.additions import Addition, addition_at
+from rewire.passes.editing.additions import Addition, addition_at, written_to
 from rewire.passes.editing.changes import Change, Render, rendered
 from rewire.passes.editing.edits import (
     Apply,
@@ -261,9 +261,7 @@ class _Editor:
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
         """A line behind ``x[mask] = y``, by which elements of the value have changed."""
-        name: Any = element
-        if isinstance(element, ast.AugAssign | ast.Call):
-            name = element.target if isinstance(element, ast.AugAssign) else element.func.value  # type: ignore[attr-defined]
+        name: Any = written_to(element) or element
         while isinstance(name, ast.Subscript):
             name = name.value
         used = isinstance(element, ast.Call) and not isinstance(self.parents[element], ast.Expr)
@@ -396,10 +394,8 @@ class _Editor:
 
     def _written_to(self, node: ast.expr) -> str:
         """``x = `` for the statement ``x.mul_(2)``: the variable gets what stands for its value from then on."""
-        method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        if method is None or not method.attr.endswith("_") or not isinstance(self.parents[node], ast.Expr):
-            return ""
-        return f"{method.value.id} = " if isinstance(method.value, ast.Name) else ""
+        target = written_to(node) if isinstance(self.parents[node], ast.Expr) else None
+        return f"{target.id} = " if isinstance(target, ast.Name) else ""
 
     def _expression(self, at: Span) -> ast.expr:
         nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
@@ -494,12 +490,8 @@ def _moves(edit: Edit) -> TypeGuard[Sum | Through]:
 
 def _is_stored(node: ast.AST) -> bool:
     """Whether elements of a variable are changed there: ``x[mask]`` of ``x[mask] = y``, ``x[:, 0].mul_(2)``."""
-    if isinstance(node, ast.AugAssign):
-        return isinstance(node.target, ast.Subscript)
-    if isinstance(node, ast.Call):
-        method = node.func if isinstance(node.func, ast.Attribute) else None
-        return method is not None and method.attr.endswith("_") and isinstance(method.value, ast.Subscript)
-    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    return stored or isinstance(written_to(node), ast.Subscript)
 
 
 def _symbol(operator: ast.operator) -> str:

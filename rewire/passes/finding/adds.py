@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
-from rewire.passes.finding.flow import Flow, Op, Scope, common
+from rewire.passes.finding.flow import Flow, Op, Scope, around
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
@@ -110,10 +110,8 @@ class Add:
 
     def block(self) -> list[Scope]:
         """The calls of modules around the addition and all that its branches do with weights."""
-        scopes = self.op.calls()
-        for scope in {op.scope for op in self.region if op.weighted}:
-            scopes = common(scopes, scope.modules())
-        return scopes
+        weighted = {op.scope for op in self.region if op.weighted}
+        return around(scope.modules() for scope in (self.op.scope, *weighted))
 
 
 def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
@@ -139,8 +137,6 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
             rejected[add] = why
         else:
             found[op] = add
-    for add in _beside_streams(found.values()):
-        rejected[found.pop(add.op)] = "adds a position to what is read of the residual stream"
     return list(found.values()), rejected
 
 
@@ -248,34 +244,6 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
     return "adds to the residual stream what it was computed from"
 
 
-def _beside_streams(adds: Collection[Add]) -> set[Add]:
-    """Sums ``place + h`` in which ``h`` is a state, or a norm of one, to which a branch with the sum is added.
-
-    Places are made of what streams start from, or the other way around, and look like shortcuts (DETR, SAM).
-    """
-    by_state: dict[Op, list[Add]] = {}
-    for add in adds:
-        by_state.setdefault(add.state, []).append(add)
-    return {
-        add
-        for add in adds
-        if len(add.branches) == 1
-        for value in _unweighted(add.branches[0])
-        for other in by_state.get(value, ())
-        if add.op in other.region and add.state is not value
-    }
-
-
-def _unweighted(op: Op) -> Iterator[Op]:
-    """A value, and what it is a function of without weights, as a norm is of one value."""
-    while True:
-        yield op
-        live = [source for source in op.inputs if not source.constant]
-        if op.weighted or len(live) != 1:
-            return
-        op = live[0]
-
-
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
     """The operations by which ``branch`` is made from ``state``, if they hold weights; empty if it is not.
 
@@ -286,27 +254,13 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
     """
     if not any(op.weighted for op in between(state, branch) - {state}):
         return frozenset()
-    for scope in reversed(add.scope.chain()):
+    for scope in add.scope.outward():
         region = between(state, branch, scope) - {state}
         if any(op.weighted for op in region):
             return region
-        if not _returned(add, scope, flow, _made_in(branch, scope)):
+        if not _returned(add, scope, flow, added_to=scope.holds(branch.scope)):
             break
     return frozenset()
-
-
-def _made_in(branch: Op, scope: Scope) -> bool:
-    """Whether a branch passes weights in a function before it is added there: itself, not a sum that it starts from."""
-    reached, todo = {branch}, [branch]
-    while todo:
-        op = todo.pop()
-        if op.weighted and scope.holds(op.scope):
-            return True
-        for source in op.inputs if scope.holds(op.scope) else ():
-            if source not in reached and not _is_sum(source):
-                reached.add(source)
-                todo.append(source)
-    return False
 
 
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
@@ -350,8 +304,6 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
             continue
         if branch is first.source is not first.state:
             continue  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
-        if any(o is not inner for o in between(inner, branch)):
-            continue  # the branch reads the sum: the next residual add
         region = between(first.source, branch) - {first.source}
         if not region and not _in_one_expression(inner, op):
             continue  # what the state is made of
@@ -383,8 +335,6 @@ def _projected(op: Op) -> Add | None:
                 break
             weights += source.matrices
             source = live[0]
-            if weights > 1:
-                break
             region = between(source, branch) - {source}
             if weights == 1 and sum(o.matrices for o in region) > 1:
                 return Add(op, shortcut, shortcut, source, [branch], region)

@@ -18,10 +18,6 @@ _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str]] | None:
     """Paths of the modules that project queries, keys and values in a branch, or of the one that projects all three.
 
-    Args:
-        flow: what the model computes.
-        add: the residual add whose branch it is.
-
     Returns:
         Three paths (q, k, v), or one; and smaller maps that take part in one of the three (a gate of the values), by
         path. None if there is no attention, or several, or one module is part of two.

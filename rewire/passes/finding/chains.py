@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
 from rewire.passes.finding.cuts import are_cut
-from rewire.passes.finding.flow import Flow, Op, Place, Scope, common
+from rewire.passes.finding.flow import Flow, Op, Place, Scope, around
 from rewire.trunk import Loops
 
 LONG = "a shortcut around a whole trunk"
@@ -47,10 +47,7 @@ class Chain:
 
     def home(self) -> Scope:
         """The innermost call of a function that holds all adds."""
-        scopes = self.adds[0].op.scope.chain()
-        for add in self.adds[1:]:
-            scopes = common(scopes, add.op.scope.chain())
-        return scopes[-1]
+        return around(add.op.scope.chain() for add in self.adds)[-1]
 
 
 def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, str]]:
@@ -67,7 +64,7 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
     rows: list[list[Add]] = []
     lengths = _lengths(adds, follows)
     for add in adds:
-        if add in taken or _continues(add, follows, lengths):
+        if add in taken:
             continue
         row = [add]
         while (following := _next(row[-1], adds, follows, lengths)) is not None:
@@ -93,8 +90,6 @@ def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> lis
     for n, (add, following) in enumerate(itertools.pairwise(row), start=1):
         way = between(add.op, following.state)
         inside = [other for other in others if other.op in way]
-        if not inside:
-            continue
         state = {add.op, *_after(flow, add.op, {other.op for other in inside})}
         places = {scope.call for scope in add.op.scope.chain() if scope.call is not None}
         calls = {scope for other in inside for scope in other.op.scope.chain() if scope.call in places}
@@ -250,13 +245,6 @@ def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[
     """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several."""
     following = [other for other in adds if follows.get(other) is add]
     return max(following, key=lambda other: lengths[other], default=None)
-
-
-def _continues(add: Add, follows: dict[Add, Add], lengths: dict[Add, int]) -> bool:
-    before = follows.get(add)
-    if before is None:
-        return False
-    return _next(before, list(lengths), follows, lengths) is add
 
 
 def _rows(adds: list[Add]) -> list[Chain]:

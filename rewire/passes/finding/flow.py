@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -75,14 +76,16 @@ class Scope:
     key: Any = None
     _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 
-    def chain(self) -> list[Scope]:
-        """This call and those around it, outermost first."""
-        scopes: list[Scope] = []
+    def outward(self) -> Iterator[Scope]:
+        """This call and those around it."""
         scope: Scope | None = self
         while scope is not None:
-            scopes.append(scope)
+            yield scope
             scope = scope.parent
-        return scopes[::-1]
+
+    def chain(self) -> list[Scope]:
+        """This call and those around it, outermost first."""
+        return [*self.outward()][::-1]
 
     def modules(self) -> list[Scope]:
         """The calls of modules among `chain`."""
@@ -152,10 +155,6 @@ class Op:
             return _names_mixing(self.name)
         return any(_mixes(type(module)) for module in self.leaf.modules())
 
-    def calls(self) -> list[Scope]:
-        """The calls of modules that it runs in, outermost first."""
-        return self.scope.modules()
-
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
@@ -179,7 +178,7 @@ class Flow:
     Attributes:
         model: that was run or traced.
         ops: the operations.
-        outputs: what the model returns.
+        outputs: what a traced model returns.
         unread: what could not be looked into, by module path.
         unseen: in words, a tensor that no recorded operation made; empty if there is none.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
@@ -257,14 +256,10 @@ def makes_alike(name: str) -> bool:
     return alone and (name.endswith("_like") or name in _NEW)
 
 
-def common(first: list[Any], second: list[Any]) -> list[Any]:
-    """The longest list that both begin with."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a is not b and a != b:
-            break
-        count += 1
-    return first[:count]
+def around(chains: Iterable[Sequence[Scope]]) -> list[Scope]:
+    """The calls that all of these chains of calls begin with, outermost first."""
+    levels = zip(*chains, strict=False)
+    return [calls[0] for calls in itertools.takewhile(lambda calls: len({*calls}) == 1, levels)]
 
 
 #: Modules that hold others in a row, and call them in it at most.

@@ -26,7 +26,6 @@ from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
-from rewire.passes.finding.candidates import Candidates
 from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope, kind_of
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
@@ -45,18 +44,16 @@ _FAILURES = 2  # of modules of one class, after which others are not tried
 def follow(
     model: nn.Module,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
-    everything: bool = False,
 ) -> Flow:
     """What ``model`` computes, as far as its forwards can be traced without running them.
 
     Args:
         model: any module; parameters may be on the meta device.
         definitions: functions to trace in place of the forwards of modules of these classes.
-        everything: look into all modules, not only into those that may hold residual adds.
     """
     flows = []
     for arguments in itertools.islice(_root_arguments(model), _CHOICES):
-        flows.append(_Follower(model, definitions, everything).run(arguments))
+        flows.append(_Follower(model, definitions).run(arguments))
         if not flows[-1].unread:
             break
     return max(flows, key=_sums)
@@ -68,11 +65,10 @@ def _sums(flow: Flow) -> int:
 
 
 class _Follower(fx.Tracer):
-    def __init__(self, model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType], everything: bool) -> None:
+    def __init__(self, model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType]) -> None:
         super().__init__()
         self.model, self.definitions = model, definitions
-        self.views, self.candidates = Views(self), Candidates(everything)
-        self.root = model
+        self.views, self.root = Views(self), model
         self.graph = fx.Graph(tracer_cls=_Follower)
         self.paths: dict[nn.Module, str] = {}
         for path, module in model.named_modules():
@@ -122,7 +118,7 @@ class _Follower(fx.Tracer):
         if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
         place = self._here()
-        if self._enters(module, args, kwargs):
+        if self._enters(module):
             try:
                 return self._inside(view, args, kwargs, place[1])
             except TraceError as error:
@@ -132,6 +128,8 @@ class _Follower(fx.Tracer):
         return self.create_proxy("call_module", self.paths[module], args, kwargs)
 
     def _leave(self, module: nn.Module, error: TraceError) -> None:
+        if next(module.parameters(), None) is None:
+            return  # no branch of a residual add is in there
         why, remedy = f"its forward cannot be traced: {error}", "pass example_inputs, on which copies are run"
         path = self.paths[module]
         self.unread[path] = LeftAlone(path, why, *written_at(error.place), remedy)
@@ -139,10 +137,11 @@ class _Follower(fx.Tracer):
     def _function(self, module: nn.Module) -> FunctionType | None:
         return self.definitions.get(type(module)) or forward_of(module).function
 
-    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether to look into a module."""
-        given = sum(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
-        return self.failures.get(type(module), 0) < _FAILURES and self.candidates.may_add(module, given)
+    def _enters(self, module: nn.Module) -> bool:
+        """Whether to look into a module: not into those of torch, but for its containers and transformers."""
+        home = type(module).__module__
+        leaf = home.startswith("torch.nn.") and not home.endswith((".container", ".transformer"))
+        return not leaf and self.failures.get(type(module), 0) < _FAILURES
 
     def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
         """What the forward of a module returns; its operations are recorded.
@@ -248,7 +247,7 @@ class _Follower(fx.Tracer):
         """
         module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
-        if function is None or not self._enters(module, (), {}):
+        if function is None or not self._enters(module):
             self._rows(view)
             return {}
         names = [p.name for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty

@@ -38,10 +38,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
     made: dict[fx.Node, Op] = {}
     flow = Flow(root, [])
     for node in graph.nodes:
-        if node.op == "output":
-            flow.outputs = [made[source] for source in node.all_input_nodes if source in made]
-            continue
-        if _is_metadata(node):
+        if node.op == "output" or _is_metadata(node):
             continue
         inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
         value = constants.get(str(node.target)) if node.op == "get_attr" else None

@@ -28,13 +28,9 @@ _DEPTH = 3  # of containers in containers that are looked into
 
 
 def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Mapping[int, Op]) -> Iterator[Holder]:
-    """The variables that hold the memory of a tensor and are read again, in the user's functions that run.
+    """The variables that hold the memory of ``tensor`` and are read again, in the user's functions that run.
 
-    Args:
-        frame: the innermost function.
-        until: code of the outermost one, which is none of the user's.
-        tensor: that is written to.
-        known: what made tensors, by their ids.
+    Those are the ones from ``frame`` to the code ``until``; ``known`` is what made tensors, by their ids.
     """
     memory = storage(tensor)
     while frame is not None and frame.f_code is not until:

@@ -16,12 +16,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def branch_calls(add: Add, depth: int) -> dict[str, str]:
-    """The children that a branch calls for their weights: path below the block -> the path and the class, as text.
-
-    Args:
-        add: a residual add.
-        depth: number of the module calls around it that its block is in.
-    """
+    """The children that a branch calls for their weights: path below the block -> the path and the class, as text."""
     calls: dict[str, str] = {}
     for op in sorted((op for op in add.region if op.weighted), key=lambda op: op.index):
         path = called(op.scope, depth)
@@ -32,7 +27,7 @@ def branch_calls(add: Add, depth: int) -> dict[str, str]:
 
 def _class_name(op: Op, depth: int) -> str:
     """Class of the child in which ``op`` runs, if it says what the child does."""
-    kind = op.calls()[depth].kind
+    kind = op.scope.modules()[depth].kind
     telling = not kind.startswith("torch.nn.") or re.search(r"\.(Conv\dd|MultiheadAttention)$", kind)
     return kind.rpartition(".")[-1] if telling else ""
 
@@ -65,12 +60,7 @@ def branch_kind(texts: Iterable[str]) -> str:
 
 
 def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
-    """Width of the stream (None if unknown) and the dimension of its channels, from what reads it next to an add.
-
-    Args:
-        add: a residual add.
-        readers: what reads its state, in order.
-    """
+    """Width of the stream (None if unknown) and its channels' dimension, by what follows an add and reads its state."""
     block = add.block()[-1]
     for op in (*add.post, *readers):
         below = block.holds(op.scope) and op.scope.path != block.path

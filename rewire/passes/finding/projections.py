@@ -54,8 +54,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     """The projections of one attention, by what the patterns say, else by their usual names, else by their use.
 
     Args:
-        flow: what the model computes.
-        site: the attention's residual add.
+        flow, site: what the model computes, and the attention's residual add.
         found: patterns of the model, the most special first.
         add: that add in the flow, if it is known.
 

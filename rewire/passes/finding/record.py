@@ -46,25 +46,19 @@ _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", 
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
-    """Run ``model`` on ``inputs``, in its present mode, and record its operations.
-
-    Args:
-        model: a private copy: hooks are put on its modules.
-        inputs: positional and keyword arguments; they may be written to.
-    """
+    """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
     recorder = Recorder(model)
     handles = recorder.attach()
     try:
         with recorder:
-            result = model(*inputs[0], **inputs[1])
+            model(*inputs[0], **inputs[1])
     finally:
         for handle in handles:
             handle.remove()
         recorder.frames.clear()
     known = dict(model.named_modules())
-    outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
-    flow = Flow(model, recorder.ops, outputs, containers=containers, held=recorder.held, casts=recorder.casts)
+    flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
     flow.tensors, flow.unseen = recorder.made, recorder.unseen
     return flow
 

@@ -102,9 +102,7 @@ def run(
     """One forward and backward pass of a copy of ``model``.
 
     Args:
-        setting: how.
-        model: it is not changed.
-        inputs: they are not changed.
+        setting, model, inputs: how, and of what; model and inputs are not changed.
         values: of the parameters of these names; the others have their own.
         expected: gradients to compare with; see `Run`.
     """

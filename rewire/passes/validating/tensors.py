@@ -91,13 +91,8 @@ def _factors(device: torch.device, dtype: torch.dtype) -> Tensor:
 def gradient_error(reference: Gradient, other: Tensor, largest: float, within: float = 0.0) -> float:
     """Relative error of a gradient if it is too large, else 0.
 
-    A gradient that is zero in exact arithmetic (a key bias, say) is rounding noise in both.
-
-    Args:
-        reference: of the original.
-        other: sketch of what is compared with it.
-        largest: norm of the largest gradient of the original.
-        within: the relative error that outputs may have at least.
+    A gradient that is zero in exact arithmetic (a key bias, say) is rounding noise in both: ``largest`` is the norm of
+    the original's largest. ``within`` is the relative error that outputs may have at least.
     """
     tolerance = _GRADIENT_SLACK * max(within, TOLERANCES.get(reference.dtype, 1e-5))
     norm = float(reference.sketch.norm())

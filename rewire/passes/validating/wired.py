@@ -26,7 +26,7 @@ from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, VIEWS
 from rewire.passes.finding.chains import Chain
-from rewire.passes.finding.flow import Flow, Op, Scope, common
+from rewire.passes.finding.flow import Flow, Op, Scope, around
 from rewire.passes.finding.projections import Projections, find_projections
 from rewire.passes.finding.record import Recorder
 from rewire.passes.validating.wires import Wires
@@ -42,13 +42,7 @@ _Key: TypeAlias = tuple[Any, ...]
 
 
 def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
-    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's.
-
-    Args:
-        found: what runs of the original showed.
-        rewired: what was made of it.
-        patterns: those that know the model.
-    """
+    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's."""
     model = shared(found.evaluation.flow.model)
     for connection in connections(rewired).values():
         assert connection.trunk is not None
@@ -153,19 +147,17 @@ class _Script:
     def _read(self, found: Finding, name: str, chain: Chain, site: int, patterns: Sequence[Pattern]) -> _Read:
         add = chain.adds[site]
         known = find_projections(found.flow, found.trunks[name].sites[site], patterns, add)
-        scopes = add.op.scope.modules()
-        for user in (user for user in found.flow.users[add.state] if user in add.region):
-            scopes = common(scopes, user.scope.modules())
-        return _Read(site, known, self._keys[add.state], scopes[-1].path)
+        readers = (user for user in found.flow.users[add.state] if user in add.region)
+        reader = around(op.scope.modules() for op in (add.op, *readers))[-1]
+        return _Read(site, known, self._keys[add.state], reader.path)
 
 
 def _beginning(flow: Flow, chain: Chain) -> Scope:
     """The innermost call of a module that holds the first add and all that its branches read; or adds, and gets it."""
     first = chain.adds[0]
-    scopes, own = first.op.scope.modules(), {*first.region, *casts_of(first), *first.inner, first.op}
-    for op in (first.state, *casts_of(first)):
-        for user in (user for user in flow.users[op] if user in own):
-            scopes = common(scopes, user.scope.modules())
+    own = {*first.region, *casts_of(first), *first.inner, first.op}
+    users = (user for op in (first.state, *casts_of(first)) for user in flow.users[op])
+    scopes = around(op.scope.modules() for op in (first.op, *(user for user in users if user in own)))
     adding = [s for s in scopes if any(add.op.scope is s for add in chain.adds)]
     given = [s for s in adding if any(chain.entry in ops for ops in s.arguments.values())]
     return given[0] if given else scopes[-1]
