@@ -281,7 +281,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
         found += [f"{path}: {site}" for path in here.keys() - recipes.keys() for site in _sites(here[path])]
     if saved != found:
         raise RewireError(
-            f"{type(model).__name__} is another model than the one that was saved; its residual adds differ "
+            f"{type(model).__name__} is not the model that was saved: its residual adds differ "
             f"(- saved, + here):{difference(saved, found)}"
         )
 
@@ -293,8 +293,9 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:
         raise RewireError(
-            f"the recipe of '{path}' is of another trunk: units {list(layout.units)} and width {layout.dims.width} "
-            f"(saved), {len(trunk.sites)} residual adds in {trunk.blocks} blocks and width {width} (here)."
+            f"the saved recipe of '{path}' does not fit this model: it was saved with units {list(layout.units)} and "
+            f"width {layout.dims.width}; here are {len(trunk.sites)} residual adds in {trunk.blocks} blocks, of width "
+            f"{width}."
         )
     if trunk.post_norm and as_recurrence(layout.topology) is None:
         raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))

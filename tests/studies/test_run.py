@@ -211,7 +211,7 @@ def test_what_was_found_as_json(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (("regression:task",), "Give --steps or --seconds"),
-        (("regression", "--steps", "5"), "names no task"),
+        (("regression", "--steps", "5"), "does not name a task"),
         (("regression:model", "--steps", "5"), "not a rewire.Task"),
         (("regression:task", "--steps", "5", "--topologies", "laurel-rw:total"), "name=value"),
         (("regression:task", "--steps", "5", "--seconds", "-1"), "positive number"),
