@@ -162,7 +162,7 @@ class Report(Shown):
             yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
-            table = Table("module", "because", "where", box=box.SIMPLE_HEAD)
+            table = Table("module", "reason", "where", box=box.SIMPLE_HEAD)
             for row in told(self.left):
                 table.add_row(*map(Text, row))
             yield table

@@ -231,7 +231,7 @@ def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], 
     if not by_product(x) or any(other.shape != x.shape or other.dtype != dtype for other in sources):
         return None
     if isinstance(weights, (list, tuple)) and len(weights) > 3 and all(type(w) is float for w in weights):
-        weights = torch.tensor(weights)
+        weights = torch.tensor(weights, dtype=dtype, device=x.device)
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
         return None
     if not scores:
