@@ -56,8 +56,8 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
             recipe, topology = module.recipe(), module.layout.topology
             if topology_in(recipe) != topology:
                 raise RewireError(
-                    f"trunk '{module.layout.trunk}' cannot be saved: nothing that is registered makes its topology, "
-                    f"{topology}. Register its class with rewire.register_topology; its fields are the options."
+                    f"trunk '{module.layout.trunk}' cannot be saved: its topology is not registered: "
+                    f"{topology}. Register its class with rewire.register_topology; its fields become the options."
                 )
             recipes[path] = {**recipe, "sites": _sites(module.trunk)}
     return recipes
@@ -81,7 +81,9 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
             for r in (recipe, made)
         )
         if saved != here:
-            raise RewireError(f"the recipe of '{path}' differs from what it makes:{difference(saved, here)}")
+            raise RewireError(
+                f"the recipe of '{path}' is not the one that rewiring with it gives:{difference(saved, here)}"
+            )
     return layouts
 
 
