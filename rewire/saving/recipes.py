@@ -82,7 +82,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
         )
         if saved != here:
             raise RewireError(
-                f"the recipe of '{path}' is not the one that rewiring with it gives:{difference(saved, here)}"
+                f"the recipe of '{path}' is not that of the model it gives:{difference(saved, here)}"
             )
     return layouts
 

@@ -436,7 +436,7 @@ TRUNK = "depth_connections.layers"
         (lambda r: r["trunks"][TRUNK].update(attention=[EVIL]), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(sites=[EVIL]), "not the model that was saved"),
         (lambda r: r["trunks"][TRUNK].update(sites=[7]), "damaged"),
-        (lambda r: r["trunks"][TRUNK].update(more=EVIL), "differs from what it makes"),
+        (lambda r: r["trunks"][TRUNK].update(more=EVIL), "is not that of the model it gives"),
     ],
 )
 def test_hostile_recipes(change: Callable[[Any], None], message: str, tmp_path: Path, monkeypatch: Any) -> None:
