@@ -81,9 +81,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
             for r in (recipe, made)
         )
         if saved != here:
-            raise RewireError(
-                f"the recipe of '{path}' is not that of the model it gives:{difference(saved, here)}"
-            )
+            raise RewireError(f"the recipe of '{path}' is not that of the model it gives:{difference(saved, here)}")
     return layouts
 
 

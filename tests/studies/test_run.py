@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path) -> None:
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert "laurel-rw: nothing is shown by 1 seeds, 5 are the least" in output
+    assert "laurel-rw: 1 seeds show nothing, at least 5 are needed" in output
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
@@ -210,7 +210,7 @@ def test_what_was_found_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("regression:task",), "Give --steps or --seconds"),
+        (("regression:task",), "give the length of each run: --steps or --seconds"),
         (("regression", "--steps", "5"), "does not name a task"),
         (("regression:model", "--steps", "5"), "not a rewire.Task"),
         (("regression:task", "--steps", "5", "--topologies", "laurel-rw:total"), "name=value"),
