@@ -217,7 +217,8 @@ def cut_to_common(runs: list[Run]) -> int:
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", no_wrap=True)
-    columns = ("validation\nloss", "steps to\nbaseline's", "median\nstep", "kept for\nbackward", "learned\nweights")
+    steps = "steps to the\nbaseline's loss"
+    columns = ("validation\nloss", steps, "median\nstep", "kept for\nbackward", "learned\nweights")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in results.items():

@@ -1,6 +1,8 @@
 """Every error that rewire raises on purpose: messages say what was done, where (module path), and what to do."""
 
+import difflib
 import math
+from collections.abc import Iterable
 from types import CodeType
 
 
@@ -71,6 +73,12 @@ class EditError(RewireError):
 def with_notes(error: Exception) -> str:
     """The message of an error, and what was added to it on its way."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Names like ``name``, to be appended to the message that it is unknown; a blank comes first."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def moved_trunk(trunk: str, model: object, then: str) -> RewireError:

@@ -85,7 +85,7 @@ class FreezeReport(Shown):
     @staticmethod
     def _dropped(trunk: FrozenTrunk) -> Table:
         title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
-        table = Table("from", "into", "weight", "because", box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        table = Table("from", "into", "weight", "reason", box=box.SIMPLE_HEAD, title=title, title_justify="left")
         strongest = sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
         for edge in strongest[:_SHOWN]:
             because = f"{edge.destination} is unused" if edge.unread else "below the threshold"

@@ -14,11 +14,12 @@ is too long to read every time, too: each operation of the model, where it stand
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import time
 from collections.abc import Iterator
+
+from rewire.errors import did_you_mean
 
 STAGES = ("find", "rewrite", "validate", "kernels")
 
@@ -35,8 +36,7 @@ def show(stages: str) -> None:
     for name in names:
         plain = name.removeprefix("+")
         if plain not in (*STAGES, "all"):
-            near = difflib.get_close_matches(plain, STAGES, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(plain, STAGES)
             raise ValueError(f"REWIRE_LOGS: there is no stage '{plain}'.{hint} Stages are {', '.join(STAGES)}, all.")
         for stage in STAGES if plain == "all" else (plain,):
             logger = logging.getLogger(f"rewire.{stage}")

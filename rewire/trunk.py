@@ -162,7 +162,7 @@ class Report(Shown):
             yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
-            table = Table("module", "because", "where", box=box.SIMPLE_HEAD)
+            table = Table("module", "reason", "where", box=box.SIMPLE_HEAD)
             for row in told(self.left):
                 table.add_row(*map(Text, row))
             yield table
@@ -176,7 +176,7 @@ class Report(Shown):
 
     @staticmethod
     def _table(trunk: Trunk) -> Table:
-        table = Table("#", "block", "branch", "kind", "then", box=box.SIMPLE_HEAD)
+        table = Table("#", "block", "branch", "kind", "followed by", box=box.SIMPLE_HEAD)
         for number, (site, unit) in enumerate(zip(trunk.sites, trunk.units, strict=True), 1):
             new_block = number == 1 or trunk.units[number - 2] != unit
             table.add_row(str(number), site.block if new_block else "", site.branch, site.kind, ", ".join(site.post))

@@ -186,9 +186,9 @@ def test_plot_without_matplotlib(run: Run, checkpoint: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("user_net", "names no model"),
-        (":Net", "names no model"),
-        ("user_net:", "names no model"),
+        ("user_net", "does not name a model"),
+        (":Net", "does not name a model"),
+        ("user_net:", "does not name a model"),
         ("no_such_module:Net", "no module 'no_such_module'"),
         ("user_net.deeper:Net", "no module 'user_net.deeper'"),
         ("user_net:Nett", "'user_net' has no 'Nett'"),
@@ -370,7 +370,7 @@ def test_json(run: Run, command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", ["bench", "diagnose"])
 def test_a_token_model_without_inputs_is_told_to_give_some(run: Run, command: str) -> None:
     message = failed(run(command, "user_net:Tokens"))
-    assert "'user_net:Tokens' does not take vectors" in message and "return model, (tokens,)" in message
+    assert "no inputs are known for 'user_net:Tokens'" in message and "return model, (tokens,)" in message
 
 
 @pytest.mark.parametrize(
@@ -395,3 +395,25 @@ def test_start_and_init(run: Run, tmp_path: Path) -> None:
 
 def test_a_file_is_no_module(run: Run) -> None:
     assert "'package.module:callable', as 'user_net:Net'" in failed(run("inspect", "user_net.py:Net"))
+
+
+def test_a_device_that_is_not_there(run: Run) -> None:
+    """Is a wrong argument, before the model is loaded."""
+    for command in (("bench", "user_net:nope"), ("study", "user_net:nope"), ("conformance", "mhc")):
+        result = run(*command, "--device", "cuda:99")
+        assert result.exit_code == 2 and "is no device that torch can use" in " ".join(result.stderr.split())
+
+
+def test_options_of_the_page_need_the_page(run: Run) -> None:
+    """Rather than a name that nobody looks at."""
+    result = run("inspect", "user_net:Net", "--topology", "anrce")
+    assert result.exit_code == 2 and "add --html" in " ".join(result.stderr.split())
+
+
+def test_an_implementation_that_is_called_otherwise(run: Run) -> None:
+    message = failed(run("conformance", "mhc", "user_net:Net"))
+    assert "positional arguments but 4 were given" in message and "as f(x, weights, branches)" in message
+
+
+def test_near_names_in_the_users_module(run: Run) -> None:
+    assert "has no 'Nett'. Did you mean 'Net'?" in failed(run("inspect", "user_net:Nett"))

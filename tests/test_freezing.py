@@ -223,7 +223,7 @@ def test_the_report_is_a_table() -> None:
     assert "x0 x4 -2.0e-03 below the threshold" in text
     _, unmeasured = rewire.freeze(learned, 0.01)
     assert unmeasured.change is None
-    assert "not measured: the registry of architectures knows no inputs for it; pass example_inputs" in printed(
+    assert "not measured: the registry of architectures has no inputs for it; pass example_inputs" in printed(
         unmeasured
     )
     many = printed(rewire.freeze(stack_with([1e-4] * 28, depth=7), 0.01)[1])

@@ -83,7 +83,7 @@ def test_what_is_said_of_clipping() -> None:
 
 def test_what_choosing_shows() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text()
-    new = page.partition("## Old numbers")[0]
+    new = page.partition("## Older results")[0]
     found = json.loads((RESULTS / "choosing" / "deep.json").read_text())
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in new.splitlines() if line.startswith("| ")]
     tables = {cells[0].replace("`", "").replace("*", ""): cells[1:] for cells in table}

@@ -162,7 +162,7 @@ def _version(distribution: str) -> str | None:
 def table(timings: Mapping[str, Timing], baseline: str) -> Table:
     """A row for each timing, with its ratio to ``baseline``."""
     counted = any(timing.peak is not None for timing in timings.values())
-    result = Table("", "median", "quartiles", f"over {baseline}", *(["peak memory"] if counted else []))
+    result = Table("", "median", "quartiles", f"over {baseline}, by round", *(["peak memory"] if counted else []))
     for name, timing in timings.items():
         low, high = timing.quartiles
         row = [name, f"{1e3 * timing.median:.2f} ms", f"{1e3 * low:.2f} to {1e3 * high:.2f}"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import RewireError, UnknownName
+from rewire.errors import RewireError, UnknownName, did_you_mean
 
 
 def _llama(width: int, intermediate: int, heads: int, layers: int) -> Callable[[], nn.Module]:
@@ -88,9 +87,8 @@ def make_shape(name: str, device: torch.device | str = "cpu", dtype: torch.dtype
         ImportError: the library that it comes from is missing.
     """
     if name not in _SHAPES:
-        near = difflib.get_close_matches(name, _SHAPES, n=3)
-        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(_SHAPES)}."
-        raise UnknownName(f"there is no shape '{name}'. {hint}")
+        hint = did_you_mean(name, _SHAPES) or f" Known are {', '.join(_SHAPES)}."
+        raise UnknownName(f"there is no shape '{name}'.{hint}")
     with torch.device(device):
         model = _SHAPES[name][1]()
     return model.to(dtype).train()

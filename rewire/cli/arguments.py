@@ -18,15 +18,16 @@ from torch import nn
 import rewire
 from rewire.bench.shapes import batch_for, make_shape
 from rewire.console import progress
-from rewire.errors import RewireError, UnknownName
+from rewire.errors import RewireError, UnknownName, did_you_mean
 from rewire.patterns import first_given, patterns_for
+from rewire.saving.recipes import first_line
 from rewire.topologies.registry import make_topology, said
 from rewire.torch_internals import pytree
 
 MODEL = typer.Argument(
     metavar="MODEL",
     show_default=False,
-    help="'package.module:callable' (called without arguments, returns a torch.nn.Module, or one and its inputs: "
+    help="'package.module:callable' (called without arguments, returns a torch.nn.Module, or a pair with inputs: "
     "model, (x, ..); the current directory is importable), 'hf:model_type' (a tiny transformers model of that type, "
     "random weights), 'timm:name', or 'shape:name' (a size of the papers, see 'rewire list').",
 )
@@ -37,19 +38,23 @@ Topology = Annotated[
 ]
 Start = Annotated[
     Literal["preserve", "paper"] | None,
-    typer.Option(help="Connection weights at first: the plain network, or those of the paper."),
+    typer.Option(help="Initial connection weights: those of the plain network, or of the paper."),
 ]
 Init = Annotated[
-    str | None, typer.Option(metavar="NAME", help="An initialiser for all weights; 'rewire list' shows all.")
+    str | None, typer.Option(metavar="NAME", help="Initialise all weights with it; 'rewire list' shows all names.")
 ]
 _OF_COMPILE = ("granularity", "init", "loop", "start")
 #: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
 TO_READ: dict[str, Any] = {"start": "paper", "validate": False}
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Granularity = Annotated[Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Granularity = Annotated[
+    Literal["auto", "block", "sublayer"],
+    typer.Option(help="What the topology connects: whole blocks, or each residual add."),
+]
 
 Loop = Annotated[
-    Literal["continue", "restart"], typer.Option(help="Of blocks that run several times: what the passes are.")
+    Literal["continue", "restart"],
+    typer.Option(help="If blocks run in a loop: one stream through all passes, or a new one in each."),
 ]
 
 
@@ -74,8 +79,22 @@ def graph_file(path: Path | None) -> Path | None:
 
 def _ending(path: Path | None, *suffixes: str) -> Path | None:
     if path and path.suffix.lower() not in suffixes:
-        raise typer.BadParameter(f"'{path}' has to end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
+        raise typer.BadParameter(f"'{path}' must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
     return writable(path)
+
+
+def usable_device(name: str) -> str:
+    """Refuse a device that torch does not have here."""
+    try:
+        torch.empty(0, device=name or "cpu")
+    except (AssertionError, RuntimeError) as error:  # a build without CUDA asserts that it has it
+        raise typer.BadParameter(f"'{name}' is no device that torch can use here: {first_line(error)}") from error
+    return name
+
+
+Device = Annotated[
+    str, typer.Option(callback=usable_device, show_default="an accelerator if there is one", help="Where to run.")
+]
 
 
 def load(spec: str) -> nn.Module:
@@ -91,10 +110,10 @@ def load_with_inputs(spec: str) -> tuple[nn.Module, Any]:
     """The model that MODEL names, and the inputs that came with it; None if there were none. Raises as `load`."""
     kind, separator, name = spec.partition(":")
     if not (kind and separator and name) or kind.endswith(".py"):
-        as_module = f", as '{kind.removesuffix('.py').replace('/', '.')}:{name}'" if ".py" in kind and name else ""
+        as_module = f", as '{kind.removesuffix('.py').replace('/', '.')}:{name or 'make'}'" if ".py" in kind else ""
         raise RewireError(
-            f"'{spec}' names no model: give 'package.module:callable'{as_module}, 'hf:model_type', 'timm:name' or "
-            "'shape:name'."
+            f"'{spec}' does not name a model: give 'package.module:callable'{as_module}, 'hf:model_type', 'timm:name' "
+            "or 'shape:name'."
         )
     with progress(f"loading {spec}"):
         return _made(spec, kind, name)
@@ -118,7 +137,7 @@ def _made(spec: str, kind: str, name: str) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise RewireError(
-            f"'{spec}' returned a {type(made).__name__}, not a torch.nn.Module, nor one and its inputs: (model, (x,))."
+            f"'{spec}' returned a {type(made).__name__}, not a torch.nn.Module or a pair (model, (x,)) with inputs."
         )
     return model, inputs
 
@@ -131,12 +150,12 @@ def task_of(spec: str) -> rewire.Task:
     """
     module, _, name = spec.partition(":")
     if not (module and name):
-        raise RewireError(f"'{spec}' names no task: give 'package.module:name'.")
+        raise RewireError(f"'{spec}' does not name a task: give 'package.module:name'.")
     found = imported(module, name)
     with users_code():
         made = found() if callable(found) else found
     if not isinstance(made, rewire.Task):
-        raise RewireError(f"'{spec}' is a {type(made).__name__}, not a rewire.Task, nor a function that returns one.")
+        raise RewireError(f"'{spec}' is a {type(made).__name__}, not a rewire.Task or a function that returns one.")
     return made
 
 
@@ -169,7 +188,7 @@ def imported(module: str, name: str) -> Any:
             raise  # an import inside the user's module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UnknownName(f"'{module}' has no '{name}'.")
+            raise UnknownName(f"'{module}' has no '{name}'.{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     return found
 
@@ -191,9 +210,11 @@ def users_code() -> Iterator[None]:
     except RewireError:
         raise
     except Exception as error:
-        frames, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
+        frames, ours = error.__traceback__, (*rewire.__path__, *torch.__path__, importlib.__file__, "<frozen importlib")
         while frames and frames.tb_frame.f_code.co_filename.startswith(ours):
             frames = frames.tb_next
+        if frames is None and isinstance(error, TypeError):  # it was called with what it does not take
+            raise RewireError(". ".join([str(error), *getattr(error, "__notes__", ())])) from error
         traceback.print_exception(error.with_traceback(frames))
         raise typer.Exit(1) from None
 
@@ -215,8 +236,8 @@ def inputs_of(spec: str, model: nn.Module, batch: int, length: int) -> Any:
         except Exception as error:
             told = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             raise RewireError(
-                f"'{spec}' does not take vectors as wide as its first weight, all that is known of it ({told}). "
-                "Let the callable return the model and its inputs: return model, (tokens,)."
+                f"no inputs are known for '{spec}', and it does not take vectors as wide as its first weight ({told}). "
+                "Let the callable return the model with inputs: return model, (tokens,)."
             ) from error
     return args, kwargs
 

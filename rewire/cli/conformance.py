@@ -11,7 +11,7 @@ import typer
 from rewire import conformance
 from rewire.cli import output
 from rewire.cli.app import app
-from rewire.cli.arguments import Json, imported, users_code
+from rewire.cli.arguments import Json, imported, usable_device, users_code
 from rewire.conformance.ours import ours
 from rewire.console import progress
 from rewire.errors import RewireError
@@ -19,21 +19,24 @@ from rewire.errors import RewireError
 
 @app.command("conformance")
 def conformance_command(
-    scheme: Annotated[str | None, typer.Argument(help="Which scheme; without, all are listed.")] = None,
+    scheme: Annotated[str | None, typer.Argument(help="Name of the scheme; without one, all are listed.")] = None,
     implementation: Annotated[
         str | None,
         typer.Argument(
             metavar="MODULE:CALLABLE",
-            help="Called without arguments, returns the implementation; without, rewire's own is checked.",
+            help="Is called without arguments and returns the implementation.  [default: rewire's own]",
         ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the scheme, if it is not the paper's; repeatable."),
+        typer.Option(
+            metavar="NAME=VALUE", help="An option of the scheme, where it departs from the paper; repeatable."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where it is run.")] = "cpu",
+    device: Annotated[str, typer.Option(callback=usable_device, help="Where to run.")] = "cpu",
     vectors: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the test cases of SCHEME, or of all, as files instead.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the test cases of SCHEME, or of all schemes, to FOLDER instead."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -55,7 +58,7 @@ def conformance_command(
         return
     options = dict(map(_option, option or []))
     made = ours(scheme, **options) if implementation is None else _made(implementation)
-    with progress(f"checking {scheme}"):
+    with progress(f"checking {scheme}"), users_code():
         report = conformance.check(scheme, made, device=device, **options)
     if json:
         output.print_json({"scheme": scheme, "agrees": report.agrees, "text": str(report)})
@@ -67,7 +70,7 @@ def conformance_command(
 def _made(spec: str) -> conformance.Implementation:
     module, _, name = spec.partition(":")
     if not (module and name):
-        raise RewireError(f"'{spec}' names no implementation: give 'package.module:callable'.")
+        raise RewireError(f"'{spec}' does not name an implementation: give 'package.module:callable'.")
     make = imported(module, name)
     with users_code():
         made: conformance.Implementation = make()
@@ -81,7 +84,7 @@ def _made(spec: str) -> conformance.Implementation:
 def _option(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
-        raise typer.BadParameter(f"'{text}' is no option: give NAME=VALUE, as in streams=2.")
+        raise typer.BadParameter(f"'{text}' is not of the form NAME=VALUE, as in streams=2.")
     try:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):

@@ -46,7 +46,7 @@ def inspect_command(
         typer.Option(
             metavar="FILE",
             callback=writable,
-            help="Write a page instead: streams, the diff, weights and costs of MODEL, rewired.",
+            help="Write a page instead: the streams, diff, weights and costs of the rewired MODEL.",
         ),
     ] = None,
     topology: Topology = "ancre-ingoing",
@@ -56,7 +56,12 @@ def inspect_command(
     init: Init = None,
     json: Json = False,
 ) -> None:
-    """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
+    """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why.
+
+    With --html, --topology and the options after it say how MODEL is rewired for the page.
+    """
+    if html is None and (topology, granularity, start, init) != ("ancre-ingoing", "auto", None, None):
+        raise typer.BadParameter("--topology, --granularity, --start and --init are options of the page: add --html.")
     loaded, inputs = load_with_inputs(model)
     if html is None:
         report = rewire.inspect(loaded, loop=loop, example_inputs=inputs)
@@ -78,7 +83,7 @@ def inspect_command(
 @app.command("source")
 def source_command(
     model: Model,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it: model.layers.0")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it, such as model.layers.0.")],
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
     loop: Loop = "continue",
@@ -97,7 +102,7 @@ def diff_command(
     loop: Loop = "continue",
     json: Json = False,
 ) -> None:
-    """Rewire MODEL and print all that this changes in its files, as a unified diff."""
+    """Rewire MODEL and print everything that this changes in its source files, as a unified diff."""
     loaded, _ = rewired(model, topology, granularity=granularity, loop=loop, **TO_READ)
     _code(rewire.diff(loaded), "diff", json)
 
@@ -113,7 +118,7 @@ def eject_command(
     init: Init = None,
     json: Json = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write into a folder that holds another model, or other files, too.")
+        bool, typer.Option("--force", help="Write even if the folder holds another model or other files.")
     ] = False,
 ) -> None:
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
@@ -127,11 +132,11 @@ def eject_command(
 @app.command("list")
 def list_command(
     pattern: Annotated[
-        str, typer.Argument(metavar="PATTERN", help="Only topologies whose names fit it, as in 'hc-*'.")
+        str, typer.Argument(metavar="PATTERN", help="Only topologies whose names match it, such as 'hc-*'.")
     ] = "",
     json: Json = False,
 ) -> None:
-    """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""
+    """List the known topologies, initialisers and architectures, including those of plug-ins."""
     console = output.console()
     topologies = rewire.list_topologies(pattern or "*")
     if json:
@@ -144,7 +149,7 @@ def list_command(
     console.print(output.table("Shapes that bench knows", shapes()))
     console.print(output.table("Initialisers", rewire.list_initializers() or {"none": ""}))
     console.print(
-        output.table("Architectures whose names are known; of others, the structure tells", rewire.list_patterns())
+        output.table("Architectures known by name; others are recognised by structure", rewire.list_patterns())
     )
 
 
@@ -186,21 +191,23 @@ def diagnose_command(
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,..]",
-            help="Rewire MODEL first; 'rewire list' shows all.  [default: as it is]",
+            help="Rewire MODEL with it first; 'rewire list' shows all names.  [default: not rewired]",
         ),
     ] = None,
     start: Start = None,
     init: Init = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
-    probes: Annotated[int, typer.Option(min=0, help="Random probes for chi where it is not exact; 0: no chi.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of the random batch and the probes.")] = 0,
+    probes: Annotated[
+        int, typer.Option(min=0, help="Random probes to estimate chi where it is not computed exactly; 0: no chi.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the random batch and the probes.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw it, too: .png, .pdf or .svg.")
+        Path | None, typer.Option(metavar="PATH", callback=picture, help="Also draw it: .png, .pdf or .svg.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show how signals and gradients pass through MODEL on a random batch: norms, cosines, effective depth and chi."""
+    """Show how signals and gradients pass through MODEL, on a random batch: norms, cosines, effective depth and chi."""
     loaded, inputs = load_with_inputs(model)
     torch.manual_seed(seed)
     if inputs is None:
@@ -228,16 +235,16 @@ def graph_command(
     loop: Loop = "continue",
     start: Start = None,
     batch: Annotated[
-        int, typer.Option(min=0, help="Sequences or images that weights of tokens are averaged over; 0: none.")
+        int, typer.Option(min=0, help="Sequences or images over which weights per token are averaged; 0: none.")
     ] = 0,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", callback=graph_file, help="Write it, too: .graphml, .dot or .json."),
+        typer.Option(metavar="PATH", callback=graph_file, help="Also write it: .graphml, .dot or .json."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the depth graph of MODEL: what each unit sees, what is unused, what crosses between units.
+    """Show the depth graph of MODEL: what each unit reads, what is unused, and what is held between units.
 
     It is rewired first, unless it is already.
     """
@@ -258,16 +265,17 @@ def graph_command(
 
 @app.command("kernels")
 def kernels_command(
-    sources: Annotated[int, typer.Option(min=1, help="States that are mixed.")] = 4,
-    weights: Annotated[Literal["none", "scalar", "channel"], typer.Option(help="One number, or one per channel.")] = (
-        "scalar"
-    ),
-    scores: Annotated[bool, typer.Option("--scores", help="Weights per token, too.")] = False,
-    added: Annotated[int, typer.Option(min=0, help="Branch outputs that join.")] = 0,
-    outputs: Annotated[int, typer.Option(help="Mixes of the same states, 1 to 8.")] = 1,
+    sources: Annotated[int, typer.Option(min=1, help="Number of states that are mixed.")] = 4,
+    weights: Annotated[
+        Literal["none", "scalar", "channel"],
+        typer.Option(help="Weights of each state: none, one number, or one per channel."),
+    ] = ("scalar"),
+    scores: Annotated[bool, typer.Option("--scores", help="Add weights per token.")] = False,
+    added: Annotated[int, typer.Option(min=0, help="Branch outputs that are added.")] = 0,
+    outputs: Annotated[int, typer.Option(help="Number of mixes of the same states, 1 to 8.")] = 1,
     norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
-    probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor each, too.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Add dot products with one more tensor.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Print the kernel of the gradients.")] = False,
     json: Json = False,
 ) -> None:
     """Print the Triton source that is generated for a mix."""

@@ -16,6 +16,7 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     MODEL,
+    Device,
     Init,
     Json,
     Start,
@@ -49,30 +50,30 @@ def study_command(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Comma-separated, options after colons: muddformer,ancre-ingoing:start=paper:cascade=keep.  "
+            help="Comma-separated, each with its options: muddformer,ancre-ingoing:start=paper,cascade=keep.  "
             "[default: a dozen]",
             show_default=False,
         ),
     ] = "",
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of a run.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Seconds of training of a run.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Settings that are tried of each topology, at most.")] = 10,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 5,
-    finalists: Annotated[int, typer.Option(min=1, help="Topologies that are compared: the best few.")] = 4,
-    out: Annotated[Path, typer.Option(help="Folder for table, pictures and page.")] = Path("study"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Length of each run in training steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Length of each run in seconds of training.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Settings to try for each topology, at most.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs to compare for each topology, each with its own seed.")] = 5,
+    finalists: Annotated[int, typer.Option(min=1, help="How many topologies to compare, the best of the search.")] = 4,
+    out: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("study"),
     storage: Annotated[
         str | None,
         typer.Option(help="Where runs are kept: a file, or a database's URL; may be shared.  [default: in --out]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to train.  [default: an accelerator if there is one]")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+    device: Device = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
-    """Compare residual connections on TASK: rates tuned for each, paired seeds, controls. Goes on after a kill."""
+    """Compare residual connections on TASK: tuned rates, paired seeds, controls. Run it again to continue one."""
     # at commas that are between topologies, not between options of one
     names = [name.strip() for name in re.split(r",(?![^,:=]*=)", topologies) if name.strip()] or DEFAULT
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
-        raise RewireError("how long is a run? Give --steps or --seconds.")
+        raise RewireError("give the length of each run: --steps or --seconds.")
     with as_messages(ImportError, ValueError):
         found = rewire.study(
             task_of(task),
@@ -103,19 +104,19 @@ def bench_command(
         list[str] | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,..]",
-            help="What to measure; repeatable.  [default: ancre-ingoing]",
+            help="Topology to measure; repeatable.  [default: ancre-ingoing]",
         ),
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also measure each under torch.compile.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How many times to measure each.")] = 10,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the weights.")] = "float32",
+    device: Device = "",
     start: Start = None,
     init: Init = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=writable, help="Write the times, all of them, as JSON.")
+        Path | None, typer.Option(metavar="PATH", callback=writable, help="Write all times as JSON.")
     ] = None,
     json: Json = False,
     plot: Annotated[

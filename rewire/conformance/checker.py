@@ -207,7 +207,10 @@ def _tried(implementation: Implementation, case: Case, dtype: torch.dtype, devic
     try:
         return run(implementation, case, dtype, device)
     except Exception as error:
-        error.add_note(f"It was raised in the case '{case.name}' of a conformance check, {_name(dtype)}.")
+        error.add_note(
+            f"It was raised in the case '{case.name}' of a conformance check, {_name(dtype)}. It calls implementations "
+            "as f(x, weights, branches)."
+        )
         raise
 
 

@@ -262,7 +262,7 @@ class Summary(Shown):
 
     @staticmethod
     def _table(part: DepthGraph, known: bool, cuts: list[Cut]) -> Table:
-        table = Table("unit", "path", "kind", "sees, largest weights first", "cross behind it", box=box.SIMPLE_HEAD)
+        table = Table("unit", "path", "kind", "reads, largest weights first", "held after it", box=box.SIMPLE_HEAD)
         for unit, cut in zip([*part.units(), *part.outputs()], [*cuts[1:], None], strict=True):
             data = part.nodes[unit]
             seen = part.dependencies(unit) if known else {}

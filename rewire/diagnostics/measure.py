@@ -283,7 +283,7 @@ def _headline(trunk: TrunkSignals) -> str:
 
 def _table(trunk: TrunkSignals) -> Table:
     table = Table("#", "branch", "kind", box=box.SIMPLE_HEAD)
-    for name in ("stream", "branch", "update", "cosine", "gradient", "of weights"):
+    for name in ("stream", "branch", "update", "cosine", "gradient", "weight gradient"):
         table.add_column(name, justify="right")
     for number, site in enumerate(trunk.sites, start=1):
         values = (site.stream, site.branch, site.update)

@@ -46,7 +46,7 @@ class InitReport(Shown):
         yield table
         if self.kept:
             yield Text("Left as they were", style="bold")
-            table = Table("parameter", "because", box=box.SIMPLE_HEAD)
+            table = Table("parameter", "reason", box=box.SIMPLE_HEAD)
             for name, reason in self.kept:
                 table.add_row(name, reason)
             yield table

@@ -149,7 +149,7 @@ class Roles(Shown):
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         yield Text(f"{len({w.name for w in self})} parameters, {self.branches} branches", style="bold")
-        table = Table("parameter", "role", "values", "because", box=box.SIMPLE_HEAD)
+        table = Table("parameter", "role", "values", "reason", box=box.SIMPLE_HEAD)
         for weight in self:
             table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), weight.because)
         yield table

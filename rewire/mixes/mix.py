@@ -230,11 +230,13 @@ def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], 
     x = sources[0]
     if not by_product(x) or any(other.shape != x.shape or other.dtype != dtype for other in sources):
         return None
+    if isinstance(weights, (list, tuple)) and len(weights) > 3 and all(type(w) is float for w in weights):
+        weights = torch.tensor(weights, dtype=dtype, device=x.device)
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
         return None
     if not scores:
         assert weights is not None
-        return (weights.to(dtype) @ torch.stack(tuple(sources)).flatten(1)).view(x.shape)
+        return torch.stack(tuple(sources), -1) @ weights.to(dtype)
     if any(s.shape != (*x.shape[:-1], 1) for s in scores):
         return None
     table = torch.cat(tuple(scores), -1)

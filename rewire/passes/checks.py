@@ -44,8 +44,8 @@ def check_unwrapped(model: nn.Module) -> None:
         where = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise WrappedModel(
-                f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit, and tells "
-                "nobody what it computes: rewire the model that it was made from, before torch.jit."
+                f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit: rewire the "
+                "model that it was made from, before torch.jit."
             )
         if isinstance(module, nn.DataParallel):
             raise WrappedModel(f"{where} is wrapped in DataParallel: rewire what is inside (.module), then wrap that.")

@@ -93,8 +93,8 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     if topology.needs_width and not widths:
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' has weights per channel, and the width of trunk '{trunk.name}' is "
-            "not known: nothing next to its residual adds has a weight that tells. Use a topology with one weight per "
-            "state."
+            "not known: no module next to its residual adds has a weight that shows it. Use a topology with one "
+            "weight per state."
         )
     if trunk.post_norm and as_recurrence(topology) is None:
         site = next(site for site in trunk.sites if site.post and not site.affine)

@@ -23,7 +23,7 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
         return normalise_inputs(example_inputs)
     make = first_given(found, "example_inputs")
     if make is None:
-        raise BadExampleInputs("the registry of architectures knows no inputs for it")
+        raise BadExampleInputs("the registry of architectures has no inputs for it")
     try:
         inputs: Inputs = make(model)
     except RewireError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import inspect
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.errors import UnknownName
+from rewire.errors import UnknownName, did_you_mean
 from rewire.version import how_to_install
 
 _VOCABULARY = 97
@@ -250,12 +249,17 @@ def _library(name: str) -> Iterator[Any]:
 
 def _unusable(name: str, error: BaseException) -> ImportError:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return ImportError(f"{name} is not installed: {how_to_install('models')}.")
+        return ImportError(f"{name} is not installed: {how_to_install('timm' if name == 'timm' else 'models')}.")
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return ImportError(f"{name} is installed but fails on import: {type(error).__name__}: {error}")
+    told = f"{name} is installed but fails on import: {type(error).__name__}: {error}"
+    if "torchvision::" in str(error):
+        told += (
+            ". The installed torchvision was built for another build of torch. Install the one for yours (the same "
+            "version, CPU or CUDA, from where torch came), or uninstall it: only timm needs it."
+        )
+    return ImportError(told)
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> UnknownName:
-    near = difflib.get_close_matches(name, list(known), n=3)
-    return UnknownName(what + (f" Did you mean {' or '.join(map(repr, near))}?" if near else ""))
+    return UnknownName(what + did_you_mean(name, known))

@@ -182,53 +182,53 @@ class Stream(TensorLike):
         """
         if isinstance(self.held, Reading) and self.held.qkv is not None:
             return self._out(self.held.qkv), self
-        value, stream = self._due()
+        value, states = self._due()
         if not isinstance(value, QKVInputs):
             value = materialize(value)
             if not self.layout.reads_qkv(self.position):
-                return self._out(value), stream._read_as(value)
+                return self._out(value), self._read_as(states, value)
             value = QKVInputs(value, value, value, value)
-        return self._out(value), stream._read_as(value.residual, value)
+        return self._out(value), self._read_as(states, value.residual, value)
 
     def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
 
         Not for separate q/k/v inputs.
         """
-        due, stream = self._due()
+        due, states = self._due()
         assert not isinstance(due, QKVInputs)
         if self.wraps:  # the norm is called on what the model's other modules see
             local = materialize(due)
             value = self._out(local)
-            return value, norm(value), stream._read_as(local)
+            return value, norm(value), self._read_as(states, local)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
-        return value, normed, stream._read_as(value)
+        return value, normed, self._read_as(states, value)
 
-    def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
-        """What the next branch reads, perhaps yet to be computed, and the stream that `_read_as` completes."""
+    def _due(self) -> tuple[Tensor | Mix | QKVInputs, States]:
+        """What the next branch reads, perhaps yet to be computed, and the states of the stream then."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
-            return layout.recurrence.merge(self.states, self.weights.value, unit, *held.branches), self
+            return layout.recurrence.merge(self.states, self.weights.value, unit, *held.branches), self.states
         if isinstance(held, Reading):
-            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts), self
+            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
-        stream = self._with(states)
         if isinstance(value, QKVInputs):
-            return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
-        return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
+            return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), states
+        return value if layout.channel_dim == -1 else layout.restored(materialize(value)), states
 
-    def _read_as(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
-        """The stream of `_due` when ``value`` has been read."""
-        if isinstance(self.held, Unsummed):
-            return self._pushed(value)._due()[1]._read_as(value, qkv)
+    def _read_as(self, states: States, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
+        """The stream when ``value`` has been read, with the states of `_due`."""
+        held = self.held
+        if isinstance(held, Unsummed):
+            stream = self._pushed(value)
+            return stream._read_as(stream._due()[1], value, qkv)
         if self.layout.observe is not None:
             self.layout.observe("read", self.position, value)
-        branch = self.held.branch if isinstance(self.held, Reading) else None
-        return self._with(self.states, Reading((value,), branch, qkv))
+        return self._with(states, Reading((value,), held.branch if isinstance(held, Reading) else None, qkv))
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here, for others than the next block or what follows the trunk.
@@ -469,9 +469,9 @@ class Stream(TensorLike):
         """The stream, its last state computed if it waits for a read."""
         if not isinstance(self.held, Unsummed):
             return self
-        due, stream = self._due()
+        due, _ = self._due()
         assert not isinstance(due, QKVInputs)
-        return stream._pushed(materialize(due))
+        return self._pushed(materialize(due))
 
     def _with(self, states: States, held: Reading | Unsummed | Post | None = None, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
@@ -528,9 +528,7 @@ class Stream(TensorLike):
 
 def version(value: Tensor) -> int:
     """How often a tensor was written to; always 0 where it is not counted."""
-    if torch.compiler.is_compiling() or value.is_inference():
-        return 0
-    return writes_to(value)
+    return 0 if torch.compiler.is_compiling() or value.is_inference() else writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

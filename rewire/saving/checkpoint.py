@@ -69,7 +69,7 @@ def read_connections(folder: Path) -> dict[str, Tensor]:
 def _read_safetensors(path: Path, part: str = "") -> dict[str, Tensor]:
     """Tensors whose names have ``part`` among their parts."""
     if not path.is_file():  # a pipe, say, which would never end
-        raise RewireError(f"'{path}' is no file.")
+        raise RewireError(f"'{path}' does not exist or is not a regular file.")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys() if not part or part in key.split(".")}  # noqa: SIM118
@@ -81,14 +81,15 @@ def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return read_connections(path)
     if not path.is_file():
-        raise RewireError(f"'{path}' is no file: there is nothing there.")
+        raise RewireError(f"'{path}' does not exist or is not a regular file.")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise RewireError(
-            f"'{path}' is no state dict, or holds more than tensors, which is not unpickled: save model.state_dict()."
+            f"'{path}' holds more than tensors, or is not a file of torch.save. It is read with weights_only=True, so "
+            "that no code in it runs: save model.state_dict() alone."
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise RewireError(f"'{path}' cannot be read as a checkpoint: {first_line(error)}") from error

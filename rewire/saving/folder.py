@@ -61,7 +61,7 @@ def save(
     _check_part(weights)
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: it has to be a positive number.")
-    found = learned_connections(model, "there is no recipe to save. Save it as you did")
+    found = learned_connections(model, "there is no recipe to save. Use torch.save or save_pretrained")
     state = _part(model, weights)
     _check_savable(state)
     recipe = {

@@ -94,7 +94,7 @@ def _saved_class(folder: str | os.PathLike[str]) -> Any:
     names = transformers.AutoConfig.from_pretrained(folder).architectures or [""]
     found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise UnknownName(f"transformers has no model class '{names[0]}', which '{folder}' names: pass model_class.")
+        raise UnknownName(f"transformers has no model class '{names[0]}', named in '{folder}': pass model_class.")
     return found
 
 

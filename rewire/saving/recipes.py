@@ -56,8 +56,8 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
             recipe, topology = module.recipe(), module.layout.topology
             if topology_in(recipe) != topology:
                 raise RewireError(
-                    f"trunk '{module.layout.trunk}' cannot be saved: nothing that is registered makes its topology, "
-                    f"{topology}. Register its class with rewire.register_topology; its fields are the options."
+                    f"trunk '{module.layout.trunk}' cannot be saved: its topology is not registered: "
+                    f"{topology}. Register its class with rewire.register_topology; its fields become the options."
                 )
             recipes[path] = {**recipe, "sites": _sites(module.trunk)}
     return recipes
@@ -81,7 +81,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
             for r in (recipe, made)
         )
         if saved != here:
-            raise RewireError(f"the recipe of '{path}' differs from what it makes:{difference(saved, here)}")
+            raise RewireError(f"the recipe of '{path}' is not that of the model it gives:{difference(saved, here)}")
     return layouts
 
 
@@ -277,7 +277,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
         found += [f"{path}: {site}" for path in here.keys() - recipes.keys() for site in _sites(here[path])]
     if saved != found:
         raise RewireError(
-            f"{type(model).__name__} is another model than the one that was saved; its residual adds differ "
+            f"{type(model).__name__} is not the model that was saved: its residual adds differ "
             f"(- saved, + here):{difference(saved, found)}"
         )
 
@@ -289,8 +289,9 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:
         raise RewireError(
-            f"the recipe of '{path}' is of another trunk: units {list(layout.units)} and width {layout.dims.width} "
-            f"(saved), {len(trunk.sites)} residual adds in {trunk.blocks} blocks and width {width} (here)."
+            f"the saved recipe of '{path}' does not fit this model: it was saved with units {list(layout.units)} and "
+            f"width {layout.dims.width}; here are {len(trunk.sites)} residual adds in {trunk.blocks} blocks, of width "
+            f"{width}."
         )
     if trunk.post_norm and as_recurrence(layout.topology) is None:
         raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))

@@ -176,7 +176,7 @@ class Study(Shown):
         """The answer, in a sentence."""
         best, compared = self.best, [row for row in self.rows if not row.is_plain and row.results]
         if best is None:
-            return f"No difference shown: of {len(compared)} topologies none is better than {self.baseline.name}."
+            return f"No difference shown: none of {len(compared)} topologies is better than {self.baseline.name}."
         gain = self.gain(best)
         cost = f"a step takes {best.cost.time:.2f} times as long" if best.cost else "its cost was not measured"
         timed = self.in_its_time(best)
@@ -207,7 +207,7 @@ class Study(Shown):
             return f"{row.name} diverged on {bad} of {len(row.losses)} seeds."
         gain = self.gain(row)
         if verdict == "too few seeds":
-            words = f"nothing is shown by {len(row.losses)} seeds, {FEWEST} are the least"
+            words = f"{len(row.losses)} seeds show nothing, at least {FEWEST} are needed"
         elif verdict == "no difference" and self.p[row.name] <= LEVEL:
             words = (
                 f"a difference is shown, but it is less than {SMALLEST:g} of what seeds differ by, and does not count"

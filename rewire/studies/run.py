@@ -82,7 +82,7 @@ def study(
     Example:
         >>> found = rewire.study(task, ["layerscale"], steps=5, trials=1, seeds=1, progress=False)
         >>> found.headline()
-        'No difference shown: of 1 topologies none is better than residual.'
+        'No difference shown: none of 1 topologies is better than residual.'
     """
     contenders = [parse(name) for name in dict.fromkeys(topologies)]
     if min(trials, seeds, finalists) < 1:

@@ -73,10 +73,10 @@ def test_files(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "there is no reference of 'nothing'"),
-        (["rezero", "my_schemes"], "'my_schemes' names no implementation: give 'package.module:callable'"),
+        (["rezero", "my_schemes"], "'my_schemes' does not name an implementation: give 'package.module:callable'"),
         (["rezero", "my_schemes:make_number"], "returned a int, not a function of hidden states"),
         (["rezero", "my_schemes:nothing"], "'my_schemes' has no 'nothing'"),
-        (["mhc", "--option", "streams:2"], "'streams:2' is no option: give NAME=VALUE"),
+        (["mhc", "--option", "streams:2"], "'streams:2' is not of the form NAME=VALUE"),
         (["mhc", "--option", "stream=2"], "has no option 'stream'"),
     ],
 )

@@ -395,7 +395,7 @@ def test_errors() -> None:
         diagnose(model, vectors(), probes=-1)
     with pytest.raises(BadExampleInputs, match="Stack does not run on the batch: RuntimeError"):
         diagnose(model, torch.randn(2, 9, 7))
-    with pytest.raises(BadExampleInputs, match="knows no inputs"):
+    with pytest.raises(BadExampleInputs, match="has no inputs"):
         diagnose(model)
     with pytest.raises(NoResidualAdds, match="no residual stream was found in Linear"):
         diagnose(nn.Linear(2, 2), torch.randn(1, 2))

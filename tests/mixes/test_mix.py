@@ -161,6 +161,15 @@ def test_counts_must_agree(sources: int, weights: int) -> None:
         mix(draw(sources, torch.float32), torch.ones(weights))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_numbers_are_one_product_without_gradients(dtype: torch.dtype) -> None:
+    sources, numbers = draw(6, dtype), [0.1, -2.0, 1 / 3, 4.0, -5.0, 0.7]
+    with torch.no_grad():
+        got = mix(sources, numbers, sources[:1])
+    torch.testing.assert_close(got, mix(sources, numbers, sources[:1]))
+    assert got.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_weights_can_be_numbers(dtype: torch.dtype) -> None:
     """The same sums as with tensors, and nothing is kept for the backward pass."""

@@ -299,7 +299,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     rewire.save(mixed(stack()), tmp_path)
     deeper = Stack(PreNorm)
     deeper.layers.append(PreNorm())
-    with pytest.raises(rewire.RewireError, match=r"another model.*\n  \+depth_connections\.layers: layers\.3\.attn"):
+    with pytest.raises(rewire.RewireError, match=r"the model that.*\n  \+depth_connections\.layers: layers\.3\.attn"):
         rewire.load(tmp_path, deeper)
     with pytest.raises(rewire.RewireError, match=r"(?s)-depth_conn.*no trunk.*\+.*layers\.0\.self_attn"):
         rewire.load(tmp_path, another())
@@ -416,7 +416,7 @@ TRUNK = "depth_connections.layers"
         (lambda r: r.update(weights=EVIL), "weights are"),
         (lambda r: r.update(trunks=[]), "damaged"),
         (lambda r: r.update(trunks={}), "damaged"),
-        (lambda r: r.update(trunks={EVIL: r["trunks"][TRUNK]}), "another model"),
+        (lambda r: r.update(trunks={EVIL: r["trunks"][TRUNK]}), "not the model that was saved"),
         (lambda r: r["trunks"].update({TRUNK: EVIL}), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(topology=EVIL), "not known here"),
         (lambda r: r["trunks"][TRUNK].update(topology="Topology"), "not known here"),
@@ -427,16 +427,16 @@ TRUNK = "depth_connections.layers"
         (lambda r: r["trunks"][TRUNK].update(options=EVIL), "do not fit"),
         (lambda r: r["trunks"][TRUNK].update(options=None), "do not fit"),
         (lambda r: r["trunks"][TRUNK].update(units=[EVIL]), "damaged"),
-        (lambda r: r["trunks"][TRUNK].update(units=[1, 1]), "of another trunk"),
+        (lambda r: r["trunks"][TRUNK].update(units=[1, 1]), "does not fit this model"),
         (lambda r: r["trunks"][TRUNK].update(units=[10**9]), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(units=list(range(1, 20_001))), "damaged"),
         (lambda r: r.update(sha256={}), "sha256 are"),
-        (lambda r: r["trunks"][TRUNK].update(width=10**12), "of another trunk"),
+        (lambda r: r["trunks"][TRUNK].update(width=10**12), "does not fit this model"),
         (lambda r: r["trunks"][TRUNK].update(width=EVIL), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(attention=[EVIL]), "damaged"),
-        (lambda r: r["trunks"][TRUNK].update(sites=[EVIL]), "another model"),
+        (lambda r: r["trunks"][TRUNK].update(sites=[EVIL]), "not the model that was saved"),
         (lambda r: r["trunks"][TRUNK].update(sites=[7]), "damaged"),
-        (lambda r: r["trunks"][TRUNK].update(more=EVIL), "differs from what it makes"),
+        (lambda r: r["trunks"][TRUNK].update(more=EVIL), "is not that of the model it gives"),
     ],
 )
 def test_hostile_recipes(change: Callable[[Any], None], message: str, tmp_path: Path, monkeypatch: Any) -> None:

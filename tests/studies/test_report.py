@@ -54,7 +54,7 @@ def test_a_difference_that_is_shown_may_be_too_small_to_count() -> None:
 def test_nothing_is_better_by_four_seeds() -> None:
     found = study(row("mhc", 0.5, 4), seeds=4)
     assert found.verdict(found.row("mhc")) == "too few seeds" and found.best is None
-    assert "nothing is shown by 4 seeds, 5 are the least" in found.findings()[0]
+    assert "4 seeds show nothing, at least 5 are needed" in found.findings()[0]
 
 
 def test_those_that_were_dropped_count() -> None:

@@ -188,7 +188,7 @@ def test_the_command(tmp_path: Path) -> None:
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert f"laurel-rw: nothing is shown by 1 seeds, {report.FEWEST} are the least" in output
+    assert f"laurel-rw: 1 seeds show nothing, at least {report.FEWEST} are needed" in output
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
@@ -206,8 +206,8 @@ def test_what_was_found_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("regression:task",), "Give --steps or --seconds"),
-        (("regression", "--steps", "5"), "names no task"),
+        (("regression:task",), "give the length of each run: --steps or --seconds"),
+        (("regression", "--steps", "5"), "does not name a task"),
         (("regression:model", "--steps", "5"), "not a rewire.Task"),
         (("regression:task", "--steps", "5", "--topologies", "laurel-rw:total"), "name=value"),
         (("regression:task", "--steps", "5", "--seconds", "-1"), "positive number"),

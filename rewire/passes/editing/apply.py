@@ -47,7 +47,7 @@ def apply(
         module, methods = model.get_submodule(path), dict[str, Edited]()
         for plan, source in of_module:
             if hasattr(module, plan.gate):
-                raise EditError(f"'{path}' has an attribute '{plan.gate}' of its own, which rewire needs")
+                raise EditError(f"'{path}' already has an attribute '{plan.gate}', a name that rewire uses")
             if plan.method:
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)

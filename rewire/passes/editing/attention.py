@@ -43,7 +43,7 @@ class _Attention:
         entries = {op for _, ops in calls for op in ops}
         way: set[Op] = set().union(*(between(state, op) for op in entries)) - {state}
         if any(op.weighted for op in way):
-            raise EditError("what it projects passes other weights first")
+            raise EditError("its input passes other weights before the projections")
         reads = self._reader()
         for scope, _ in calls:
             self._hand_down(reads, scope, {state, *way})
@@ -70,7 +70,7 @@ class _Attention:
         if module is None or not any(True for _ in module.parameters()):
             return False
         if not any(is_call_of_one(node) for node in function.text.nodes.get(self.sources.span(scope, op), [])):
-            raise EditError(f"'{path}' is not called as a function of what was read alone, and cannot have copies")
+            raise EditError(f"'{path}' is not called with the read value alone, and so cannot have copies")
         function.copied.add(path)
         return True
 
@@ -85,7 +85,7 @@ class _Attention:
                 found.setdefault(scope, []).extend(o for o in entries if o is self.add.state or o in self.add.region)
         missing = [path for path in self.projections.ways if not any(s.path == path and e for s, e in found.items())]
         if missing:
-            raise EditError(f"its block does not call {', '.join(missing)} on what it reads")
+            raise EditError(f"its block does not call {', '.join(missing)} on the value that it reads")
         return [(scope, entries) for scope, entries in found.items() if entries]
 
     def _reader(self) -> Scope:
@@ -103,7 +103,7 @@ class _Attention:
             function = self.sources.plan(scope)
             brought = {op for ops in scope.arguments.values() for op in ops} & values
             if not brought or scope.parent is None:
-                raise EditError(f"what it reads does not come into {function.text.where()} as an argument")
+                raise EditError(f"the value that it reads does not come into {function.text.where()} as an argument")
             last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
             names = [name for name, ops in scope.arguments.items() if last in ops]
             for name in names:

@@ -279,7 +279,9 @@ class _Planner:
         for op in add.post:
             scope = self.carriers.innermost(op)
             if scope is None:
-                raise EditError("what makes the next state stands outside the functions that the stream runs through")
+                raise EditError(
+                    "the operation that makes the next state is outside the functions that the residual stream passes"
+                )
             if op.name == "setitem" and op.place == add.op.place is not None and scope is add.op.scope:
                 text = self.sources.text(scope)
                 raise EditError(
@@ -315,7 +317,7 @@ class _Planner:
             for op in (*(passage if number else ()), *casts):
                 scope = self.carriers.innermost(op)
                 if scope is None:
-                    raise EditError("the residual stream is reshaped outside the functions that it runs through")
+                    raise EditError("the residual stream is reshaped outside the functions that it passes")
                 if self._in_hook(op, scope):
                     continue  # hooks get tensors, and what they return goes on
                 at = self.sources.span(scope, op)

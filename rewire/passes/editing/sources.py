@@ -56,11 +56,11 @@ class Sources:
         """The expression that made a call."""
         parent = scope.parent
         if parent is None or scope.call is None:
-            raise EditError(f"it is not known where '{scope.path}' is called")
+            raise EditError(f"the call of '{scope.path}' was not found")
         text, place = self.text(parent), parent.again.get(scope.call[0], scope.call)
         calls = [node for node in text.at(*place) if isinstance(node, ast.Call)]
         if not calls:
-            raise EditError(f"no call is written where '{scope.path}' is called ({text.where()})")
+            raise EditError(f"'{scope.path}' is called without a call expression in the source ({text.where()})")
         return calls[0]
 
     def callee(self, scope: Scope, call: ast.Call) -> Callee | None:
@@ -132,10 +132,10 @@ class Sources:
         while inner is not scope:
             place = inner.call
             if inner.parent is None:
-                raise EditError(f"it is not known where {op.name} runs")
+                raise EditError(f"the source line of {op.name} was not found")
             inner = inner.parent
         if place is None:
-            raise EditError(f"it is not known where '{op.name}' is written in the forward of '{scope.path}'")
+            raise EditError(f"'{op.name}' was not found in the source of the forward of '{scope.path}'")
         return place_of(*place)
 
     def plan(self, scope: Scope) -> FunctionPlan:

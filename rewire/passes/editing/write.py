@@ -278,7 +278,7 @@ class _Editor:
         (start, end), text = self.text.span(self.text.statement(node)), self.text.text
         indent = text[text.rfind("\n", 0, start) + 1 : start]
         if indent.strip():
-            raise EditError(f"several statements stand on one line at {self.text.where(node)}: write one on each")
+            raise EditError(f"there are several statements on one line at {self.text.where(node)}: write one per line")
         end = text.find("\n", end) + 1 or len(text)
         return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines), indent=len(indent))]
 
@@ -305,7 +305,7 @@ class _Editor:
     def _call(self, at: Span) -> ast.Call:
         node = self._expression(at)
         if not isinstance(node, ast.Call):
-            raise EditError(f"it is not a call that stands at {self.text.where(node)}")
+            raise EditError(f"the expression at {self.text.where(node)} is not a call")
         return node
 
     def _apply(self, edit: Apply) -> list[Change]:
@@ -375,7 +375,9 @@ class _Editor:
                 return sorted(found, key=self.text.span)
         if isinstance(node, ast.BinOp):
             return [operand for operand in (node.left, node.right) if self._is_value(operand)]
-        raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
+        raise EditError(
+            f"the operation on the residual stream at {self.text.where(node)} is written in an unsupported way"
+        )
 
     def _is_value(self, node: ast.expr) -> bool:
         """Whether an expression may hold the stream's value: no constant, nothing of the object, no global."""
@@ -400,7 +402,7 @@ class _Editor:
     def _expression(self, at: Span) -> ast.expr:
         nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
         if not nodes:
-            raise EditError(f"no expression stands at {self.text.file}:{at[0]}, where the residual stream passes")
+            raise EditError(f"the residual stream passes {self.text.file}:{at[0]}, where there is no expression")
         return nodes[0]
 
     def _sum(self, edit: Sum) -> list[Change]:

@@ -116,7 +116,7 @@ class Functional(nn.Module):
     [
         (Tangled, r"'0\.attn' cannot have separate.*0': attn\.qkv, attn\.out, mlp\.up.*pattern with `qkv`.*`fused`"),
         (MultiQuery, r"'0\.attn' cannot have separate q/k/v inputs.*pattern with `qkv`.*`fused`"),
-        (Functional, r"'0\.attn' cannot have.*does not call 0\.attn\.q, .* on what.*pattern whose `qkv` names"),
+        (Functional, r"'0\.attn' cannot have.*does not call 0\.attn\.q, .* on the value.*pattern whose `qkv` names"),
     ],
 )
 def test_what_cannot_be_taken_apart(attention: type[nn.Module], message: str) -> None:
