@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
+from rewire.mixes.again import normed as normed_by
 from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
@@ -201,7 +202,7 @@ class Stream(TensorLike):
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), stream._read_as(local)
-        value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
+        value, normed = due.normed(norm) if isinstance(due, Mix) else (due, normed_by(norm, due))
         return value, normed, stream._read_as(value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
