@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from rewire.attributes import RECIPE
 from rewire.mixes.autograd import left_to_autograd
-from rewire.mixes.norms import obstacle
+from rewire.mixes.norms import changed, recognise
 from rewire.torch_internals import saved_tensor_hooks, writes_to
 
 #: Units after which streams are kept: with T units, T / 8 times all streams are kept, and in backward 8 times more.
@@ -26,6 +27,7 @@ SEGMENT = 8
 Recipe = Callable[[], Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
+_NORMS = weakref.WeakKeyDictionary[nn.Module, bool]()  #: Modules that were looked at, and whether they are norms.
 
 
 class Saved:
@@ -67,10 +69,11 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
     Not where somebody else looks after what is saved, as activation checkpointing does: sources would be kept for it.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not left_to_autograd(x, 1):
-        if saved_tensor_hooks() is None:
-            return torch.autograd.graph.saved_tensors_hooks(Saved, Saved.__call__)
-    return contextlib.nullcontext()
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or left_to_autograd(x, 1):
+        return contextlib.nullcontext()
+    if saved_tensor_hooks() is not None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Saved, Saved.__call__)
 
 
 def spared(function: Callable[P, R]) -> Callable[P, R]:
@@ -142,30 +145,39 @@ def remember_written(
 
 
 def normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``norm(x)``; where ``x`` can be made again, what backward needs of the norm is made again, too."""
+    """``norm(x)``, of which backward makes again what is as large as ``x``; also ``x``, if that can be made again."""
     with sparing(x):
-        if not is_sparing() or recipe_of(x) is None or not isinstance(norm, nn.Module) or obstacle(norm) is not None:
+        if not (is_sparing() and _is_norm(norm)):
             return norm(x)
-        region = _Region(norm, x)
+        region = _Region(norm, x)  # type: ignore[arg-type]
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = norm(x)
         remember(result, region.result)
         return result
 
 
+def _is_norm(module: Any) -> bool:
+    """Whether this is a norm as it was written, which gives the same results again and does nothing else."""
+    if not isinstance(module, nn.Module):
+        return False
+    if module not in _NORMS:
+        _NORMS[module] = recognise(module)[0] is not None
+    return _NORMS[module] and changed(module) is None
+
+
 class _Region:
-    """A norm of a tensor that can be made again. What its operations saved is told by the order of saving."""
+    """A norm of ``x``. The large tensors that its operations save are told apart by the order of saving."""
 
     def __init__(self, norm: nn.Module, x: Tensor) -> None:
-        self.norm, self.x = norm, Saved(x.detach())
-        self.parameters = {p.untyped_storage().data_ptr() for p in norm.parameters()}
+        self.norm, self.x, self.size = norm, Saved(x.detach()), x.numel()
+        self.memory = x.untyped_storage().data_ptr()
         kind = x.device.type
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.count = 0
         self.made: dict[int, Tensor] = {}
 
     def pack(self, x: Tensor) -> Saved | int:
-        if recipe_of(x) is not None or x.untyped_storage().data_ptr() in self.parameters:
+        if x.numel() < self.size or x.untyped_storage().data_ptr() == self.memory:
             return Saved(x)
         self.count += 1
         return self.count - 1
@@ -174,22 +186,20 @@ class _Region:
         if isinstance(saved, Saved):
             return saved()
         if saved not in self.made:
-            self._again()
+            self.result()
         return self.made.pop(saved)
 
     def result(self) -> Tensor:
-        return self._again()
-
-    def _again(self) -> Tensor:
+        """What the norm returned."""
         found: list[Tensor] = []
+        x = self.x().detach().requires_grad_()
+        memory = x.untyped_storage().data_ptr()
 
-        def keep(x: Tensor) -> None:
-            if x.untyped_storage().data_ptr() not in given:
-                found.append(x)
+        def keep(saved: Tensor) -> None:
+            if saved.numel() >= self.size and saved.untyped_storage().data_ptr() != memory:
+                found.append(saved)
 
         kind, dtype, on = self.autocast
-        x = self.x().detach().requires_grad_()
-        given = {*self.parameters, x.untyped_storage().data_ptr()}
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)
         with torch.enable_grad(), torch.autocast(kind, dtype, on), hooks:
             result: Tensor = self.norm.forward(x)

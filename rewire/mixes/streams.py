@@ -121,11 +121,13 @@ class PendingRead(Mix):
             total: Tensor = _Claimed.apply(None, self.streams, self.factors, None, None, *self.claim)
             return total
 
-    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def normed(
+        self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         norm = fused(module, self.streams)
         if norm is None:
             total = self.value()
-            return total, module(total)
+            return total, (alone or module)(total)
         terms = self.streams, self.factors, norm.weight, norm.bias, *self.claim
         with sparing(self.streams):
             both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)
@@ -301,7 +303,7 @@ def write_and_read(
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
     written, result, *_ = Several.apply(by_kernels, True, 1, table, None, streams, *branches)
-    remember_combined(written, streams, table[:-1, :n + 1].mT, [f.unsqueeze(-2) for f in branches])
+    remember_combined(written, streams, table[:-1, : n + 1].mT, [f.unsqueeze(-2) for f in branches])
     remember_read(result, written, weights)
     return written, result
 
