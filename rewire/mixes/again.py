@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import RECIPE
+from rewire.attributes import NORM, RECIPE
 from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
 from rewire.torch_internals import saved_tensor_hooks, writes_to
@@ -160,9 +160,9 @@ def _is_norm(module: Any) -> bool:
     """Whether this is a norm as it was written, which gives the same results again and does nothing else."""
     if not isinstance(module, nn.Module):
         return False
-    if module not in _NORMS:
+    if NORM not in module.__dict__ and module not in _NORMS:
         _NORMS[module] = recognise(module)[0] is not None
-    return _NORMS[module] and changed(module) is None
+    return (NORM in module.__dict__ or _NORMS[module]) and changed(module) is None
 
 
 class _Region:

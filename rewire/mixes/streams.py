@@ -294,7 +294,6 @@ def write_and_read(
         if _fits(branch, streams):
             both = _product(streams, table, (branch,))
             return both[..., :-1, :], both[..., -1, :]
-    n = streams.shape[-2]
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
@@ -302,9 +301,16 @@ def write_and_read(
         return streams, result
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
-    written, result, *_ = Several.apply(by_kernels, True, 1, table, None, streams, *branches)
-    remember_combined(written, streams, table[:-1, : n + 1].mT, [f.unsqueeze(-2) for f in branches])
-    remember_read(result, written, weights)
+
+    def both(x: Tensor, branches: Sequence[Tensor], table: Tensor = table) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = Several.apply(by_kernels, True, 1, table, None, x, *branches)
+        return found[:2]
+
+    written, result = both(streams, branches)
+    if is_sparing():
+        kept, others, fixed = Saved(streams.detach()), [Saved(f.detach()) for f in branches], table.detach()
+        remember_written(streams, written, lambda x, branches: both(x, branches, fixed)[0], branches)
+        remember(result, lambda: both(kept(), [f() for f in others], fixed)[1])
     return written, result
 
 
