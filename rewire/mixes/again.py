@@ -61,7 +61,7 @@ class Saved:
 def recipe_of(x: Tensor) -> Recipe | None:
     """How ``x`` can be made again, if it was not written to since that was told."""
     recipe, dtype, version = getattr(x.untyped_storage(), RECIPE, (None, None, None))
-    return recipe if dtype == x.dtype and version == writes_to(x) else None
+    return recipe() if recipe is not None and dtype == x.dtype and version == writes_to(x) else None
 
 
 def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -94,54 +94,63 @@ def is_sparing() -> bool:
     return hooks is not None and hooks[0] is Saved
 
 
-def remember(x: Tensor, recipe: Recipe) -> None:
-    """While `sparing`, tell how ``x``, new and the only one with its memory, can be made again."""
-    if is_sparing():
-        storage = x.untyped_storage()
-        if x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size():
-            setattr(storage, RECIPE, (recipe, x.dtype, writes_to(x)))
+def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
+    """While `sparing`, tell how ``x``, new and the only one with its memory, can be made again.
 
-
-class _Segment:
-    """Streams after each of some units in turn, of which only the first are kept."""
-
-    def __init__(self, first: Tensor) -> None:
-        self.first, self.steps = Saved(first.detach()), list[Callable[[Tensor], Tensor]]()
-        self.made: dict[int, Tensor] = {}
-
-    def after(self, count: int) -> Tensor:
-        """Streams after so many units. Those behind the next unit are forgotten: backward has done with them."""
-        self.made = {n: x for n, x in self.made.items() if n <= count + 1}
-        known = max((n for n in self.made if n <= count), default=0)
-        x = self.made[known] if known else self.first()
-        for n in range(known, count):
-            x = self.made[n + 1] = self.steps[n](x)
-        return x
+    What made it in autograd's graph, ``ctx`` in the forward of a function, holds the recipe. Its memory does not: who
+    keeps a detached ``x`` keeps nothing of what that was made of.
+    """
+    if not is_sparing():
+        return
+    storage, holds = x.untyped_storage(), x.grad_fn.metadata if x.grad_fn is not None else vars(ctx) if ctx else None
+    if holds is not None and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size():
+        holds[RECIPE] = recipe
+        setattr(storage, RECIPE, (weakref.ref(recipe), x.dtype, writes_to(x)))
 
 
 class _Streams:
-    """The recipe of streams: so many units after the first of a segment."""
+    """The recipe of streams: those of the unit before, and what this unit has written.
 
-    def __init__(self, segment: _Segment, count: int) -> None:
-        self.segment, self.count = segment, count
+    It knows nothing of later units, whose graph would otherwise be held by that of earlier ones.
+
+    Attributes:
+        count: units since streams were kept.
+        make: makes them again.
+        made: streams that were made again of the same ones.
+    """
+
+    def __init__(
+        self, count: int, make: Recipe, made: weakref.WeakKeyDictionary[_Streams, Tensor] | None = None
+    ) -> None:
+        self.count, self.make = count, make
+        self.made = weakref.WeakKeyDictionary[_Streams, Tensor]() if made is None else made
 
     def __call__(self) -> Tensor:
-        return self.segment.after(self.count)
+        """The streams. Those behind the next unit are forgotten: backward has done with them."""
+        for later in [streams for streams in self.made if streams.count > self.count + 1]:
+            del self.made[later]
+        found = self.made.get(self)
+        if found is None:
+            found = self.made[self] = self.make()
+        return found
 
 
 def remember_written(
-    streams: Tensor, written: Tensor, write: Callable[[Tensor, Sequence[Tensor]], Tensor], branches: Sequence[Tensor]
+    streams: Tensor,
+    written: Tensor,
+    write: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    branches: Sequence[Tensor],
+    ctx: Any = None,
 ) -> None:
     """Tell that ``written`` is ``write(streams, branches)``; every `SEGMENT` times it is kept nevertheless."""
     if not is_sparing():
         return
     known = recipe_of(streams)
-    whole = isinstance(known, _Streams) and known.count == len(known.segment.steps)
-    segment = known.segment if isinstance(known, _Streams) and whole else _Segment(streams)
-    if len(segment.steps) < SEGMENT - 1:
+    before = known if isinstance(known, _Streams) else _Streams(0, Saved(streams.detach()))
+    if before.count < SEGMENT - 1:
         kept = [Saved(f.detach()) for f in branches]
-        segment.steps.append(lambda x: write(x, [f() for f in kept]))
-        remember(written, _Streams(segment, len(segment.steps)))
+        made = _Streams(before.count + 1, lambda: write(before(), [f() for f in kept]), before.made)
+        remember(written, made, ctx)
 
 
 def normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -152,7 +161,7 @@ def normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         region = _Region(norm, x)  # type: ignore[arg-type]
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = norm(x)
-        remember(result, region.result)
+        remember(result, region)
         return result
 
 
@@ -186,10 +195,10 @@ class _Region:
         if isinstance(saved, Saved):
             return saved()
         if saved not in self.made:
-            self.result()
+            self()
         return self.made.pop(saved)
 
-    def result(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """What the norm returned."""
         found: list[Tensor] = []
         x = self.x().detach().requires_grad_()
@@ -197,7 +206,7 @@ class _Region:
 
         def keep(saved: Tensor) -> None:
             if saved.numel() >= self.size and saved.untyped_storage().data_ptr() != memory:
-                found.append(saved)
+                found.append(saved.data)  # detached, it would hold the graph that holds these hooks
 
         kind, dtype, on = self.autocast
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)

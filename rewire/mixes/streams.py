@@ -94,11 +94,11 @@ def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return result, streams
 
 
-def remember_read(result: Tensor, streams: Tensor, weights: Tensor) -> None:
+def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: Any = None) -> None:
     """Tell how a read of streams with ``weights`` can be made again."""
     if is_sparing():
         kept, weights = Saved(streams.detach()), weights.detach()
-        remember(result, lambda: _read(kept(), weights)[0])
+        remember(result, lambda: _read(kept(), weights)[0], ctx)
 
 
 class PendingRead(Mix):
@@ -146,10 +146,10 @@ class _Claimed(torch.autograd.Function):
         if kind is None or weight is None:
             ctx.save_for_backward(streams, factors)
             total = operators.mix(*terms)
-            remember_read(total, streams, factors)
+            remember_read(total, streams, factors, ctx)
             return total
         total, normed, rstd = operators.mix_norm(*terms, kind[0], weight, bias, kind[1])
-        remember_read(total, streams, factors)
+        remember_read(total, streams, factors, ctx)
         ctx.save_for_backward(streams, factors, *([weight] if bias is None else [weight, bias]), total, rstd)
         return total, normed
 
@@ -195,10 +195,12 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
     return result
 
 
-def remember_combined(result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> None:
+def remember_combined(
+    result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: Any = None
+) -> None:
     """Tell how new streams can be made again."""
     weights = weights.detach()
-    remember_written(streams, result, lambda x, branches: _combined(x, weights, branches), branches)
+    remember_written(streams, result, lambda x, branches: _combined(x, weights, branches), branches, ctx)
 
 
 def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
@@ -264,7 +266,7 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> T
 def _flat(streams: Tensor) -> Tensor:
     """Streams [N, n, C], contiguous: a trunk starts with copies of one tensor, which are not kept."""
     flat = streams.reshape(-1, *streams.shape[-2:]).contiguous()
-    if streams.stride(-2) == 0:
+    if streams.stride(-2) == 0 and is_sparing():
         kept = Saved(streams.detach())
         remember(flat, lambda: _flat(kept()))
     return flat
@@ -302,11 +304,11 @@ def write_and_read(
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
 
-    def both(x: Tensor, branches: Sequence[Tensor], table: Tensor = table) -> tuple[Tensor, ...]:
+    def both(x: Tensor, branches: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = Several.apply(by_kernels, True, 1, table, None, x, *branches)
         return found[:2]
 
-    written, result = both(streams, branches)
+    written, result = both(streams, branches, table)
     if is_sparing():
         kept, others, fixed = Saved(streams.detach()), [Saved(f.detach()) for f in branches], table.detach()
         remember_written(streams, written, lambda x, branches: both(x, branches, fixed)[0], branches)
@@ -357,7 +359,7 @@ class _Written(torch.autograd.Function):
         streams, *branches = tensors
         written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
         n = streams.shape[-2]
-        remember_combined(written, streams, table[..., : n + 1].mT, [f.unsqueeze(-2) for f in branches])
+        remember_combined(written, streams, table[..., : n + 1].mT, [f.unsqueeze(-2) for f in branches], ctx)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, table, written, products, inverse, *tensors)

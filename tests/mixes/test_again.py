@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -80,7 +82,7 @@ def gradients(model: nn.Module, x: Tensor, penalty: bool = False) -> list[Tensor
 
 
 def nothing_again() -> Any:
-    return mock.patch.object(again, "saved_tensor_hooks", lambda: (None, None))
+    return mock.patch.object(again, "saved_tensor_hooks", return_value=(None, None))
 
 
 @pytest.mark.parametrize("penalty", [False, True])
@@ -177,6 +179,23 @@ def test_autocast_of_forward() -> None:
         (want,) = torch.autograd.grad(loss(), x)
     (got,) = torch.autograd.grad(loss(), x)
     assert torch.equal(got, want)
+
+
+def test_who_keeps_a_detached_read_keeps_nothing_else() -> None:
+    model, x = made(), inputs()
+    reads: list[Tensor] = []
+    model.blocks[5].norm.register_forward_pre_hook(lambda _, given: reads.append(given[0].detach()))
+    branches: list[Any] = []
+
+    def branch(x: Tensor) -> Tensor:
+        result = torch.sin(x)
+        branches.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    model.blocks[3].branch = branch
+    model(x).square().sum().backward()
+    gc.collect()
+    assert reads and branches[0]() is None
 
 
 def test_memory_is_kept_every_few_units() -> None:
