@@ -102,7 +102,8 @@ def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
     """
     if not is_sparing():
         return
-    storage, holds = x.untyped_storage(), x.grad_fn.metadata if x.grad_fn is not None else vars(ctx) if ctx else None
+    storage, node = x.untyped_storage(), x.grad_fn
+    holds: Any = vars(ctx) if node is None and ctx is not None else getattr(node, "metadata", None)
     if holds is not None and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size():
         holds[RECIPE] = recipe
         setattr(storage, RECIPE, (weakref.ref(recipe), x.dtype, writes_to(x)))

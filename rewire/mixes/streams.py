@@ -304,15 +304,15 @@ def write_and_read(
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
 
-    def both(x: Tensor, branches: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
+    def in_one(x: Tensor, branches: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = Several.apply(by_kernels, True, 1, table, None, x, *branches)
         return found[:2]
 
-    written, result = both(streams, branches, table)
+    written, result = in_one(streams, branches, table)
     if is_sparing():
         kept, others, fixed = Saved(streams.detach()), [Saved(f.detach()) for f in branches], table.detach()
-        remember_written(streams, written, lambda x, branches: both(x, branches, fixed)[0], branches)
-        remember(result, lambda: both(kept(), [f() for f in others], fixed)[1])
+        remember_written(streams, written, lambda x, branches: in_one(x, branches, fixed)[0], branches)
+        remember(result, lambda: in_one(kept(), [f() for f in others], fixed)[1])
     return written, result
 
 
