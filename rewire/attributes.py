@@ -20,6 +20,8 @@ MODULE, TRACER = "_rewire_module", "_rewire_tracer"
 REGISTERED_NAME = "_registered_name"
 #: On parameters of connections, for those who decide by it what optimisers decay, as in S4's and Mamba's.
 NO_WEIGHT_DECAY = "_no_weight_decay"
+#: On the memory of tensors that backward makes again: how, their dtype, and how often they had been written to.
+RECIPE = "_rewire_recipe"
 #: On hooks that want streams as they are, not the tensors that they stand for.
 TAKES_STREAMS = "takes_streams"
 

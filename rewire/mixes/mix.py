@@ -99,12 +99,14 @@ class Mix:
         total: Tensor = self._computed(None)
         return total
 
-    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
+    def normed(
+        self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused, else by ``alone``."""
         norm = fused(module, self._like)
         if norm is None or self._left_to_autograd():
             total = self.value()
-            return total, module(total)
+            return total, (alone or module)(total)
         both: tuple[Tensor, Tensor] = self._computed(norm)
         return both
 

@@ -152,6 +152,11 @@ def obstacle(module: nn.Module) -> str | None:
     """Why a norm cannot be left to a kernel at present; None if it can."""
     if NORM not in module.__dict__:
         return "it was not found to be a norm when the model was rewired"
+    return changed(module)
+
+
+def changed(module: nn.Module) -> str | None:
+    """What was done to a norm that stands in the way at present."""
     if has_hooks(module):
         return "it has hooks"
     if has_global_hooks():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rewire.kernels import operators, switch
 from rewire.mixes import tokens
+from rewire.mixes.again import Saved, is_sparing, remember, remember_written, spared, sparing
 from rewire.mixes.autograd import by_product, by_torch, exact_products, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
 from rewire.mixes.mix import Mix, fused, mix, through_norm
@@ -43,6 +44,7 @@ class Projected:
         return Projected(view(self.products), (view(grad), view(factors)))
 
 
+@spared
 def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
     """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
 
@@ -64,6 +66,7 @@ def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
     return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
 
 
+@spared
 def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor | PendingRead, Tensor]:
     """`combine` without branches, and the streams, as the next read is to take them: see `mixes`.
 
@@ -76,16 +79,26 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
     """
     if claim is not None and weights.shape[-1] == 1:
         return PendingRead(streams, weights, claim), streams
-    if by_product(streams):
-        return combine(streams, weights).flatten(-2), streams
-    by_kernels = in_one_pass([streams], weights.shape[-1])
-    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
-        static = weights.dim() == 2
-        table = (weights.mT, None) if static else (None, weights.mT)
-        result, streams = Several.apply(by_kernels, True, 0, *table, streams)
-    else:
-        result = combine(streams, weights)
-    return result.flatten(-2), streams
+    result, handed_on = _read(streams, weights)
+    remember_read(result, streams, weights)
+    return result.flatten(-2), handed_on
+
+
+def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`combine` without branches; and the streams, as the next read is to take them."""
+    by_kernels = None if by_product(streams) else in_one_pass([streams], weights.shape[-1])
+    if by_kernels is None or weights.shape[:-2] not in ((), streams.shape[:-2]):
+        return _combined(streams, weights), streams
+    table = (weights.mT, None) if weights.dim() == 2 else (None, weights.mT)
+    result, streams = Several.apply(by_kernels, True, 0, *table, streams)
+    return result, streams
+
+
+def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: Any = None) -> None:
+    """Tell how a read of streams with ``weights`` can be made again."""
+    if is_sparing():
+        kept, weights = Saved(streams.detach()), weights.detach()
+        remember(result, lambda: _read(kept(), weights)[0], ctx)
 
 
 class PendingRead(Mix):
@@ -104,17 +117,21 @@ class PendingRead(Mix):
         self.streams, self.factors, self.claim = streams, factors, claim
 
     def value(self) -> Tensor:
-        total: Tensor = _Claimed.apply(None, self.streams, self.factors, None, None, *self.claim)
-        return total
+        with sparing(self.streams):
+            total: Tensor = _Claimed.apply(None, self.streams, self.factors, None, None, *self.claim)
+            return total
 
-    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def normed(
+        self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         norm = fused(module, self.streams)
         if norm is None:
             total = self.value()
-            return total, module(total)
+            return total, (alone or module)(total)
         terms = self.streams, self.factors, norm.weight, norm.bias, *self.claim
-        both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)
-        return both
+        with sparing(self.streams):
+            both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)
+            return both
 
 
 class _Claimed(torch.autograd.Function):
@@ -128,8 +145,11 @@ class _Claimed(torch.autograd.Function):
         terms = streams.unbind(-2), None, factors.unbind(-2), (), None, streams.dtype
         if kind is None or weight is None:
             ctx.save_for_backward(streams, factors)
-            return operators.mix(*terms)
+            total = operators.mix(*terms)
+            remember_read(total, streams, factors, ctx)
+            return total
         total, normed, rstd = operators.mix_norm(*terms, kind[0], weight, bias, kind[1])
+        remember_read(total, streams, factors, ctx)
         ctx.save_for_backward(streams, factors, *([weight] if bias is None else [weight, bias]), total, rstd)
         return total, normed
 
@@ -154,6 +174,7 @@ class _Claimed(torch.autograd.Function):
         return None, None, products, *of_norm, *[None] * (2 - len(of_norm)), grad, factors
 
 
+@spared
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
     """``H'_j = sum_i w_ij H_i + w_nj sum_f f_j``, in float32 (float64 for float64), rounded once.
 
@@ -169,6 +190,20 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
     Returns:
         [..., k, C]
     """
+    result = _combined(streams, weights, branches)
+    remember_combined(result, streams, weights, branches)
+    return result
+
+
+def remember_combined(
+    result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: Any = None
+) -> None:
+    """Tell how new streams can be made again."""
+    weights = weights.detach()
+    remember_written(streams, result, lambda x, branches: _combined(x, weights, branches), branches, ctx)
+
+
+def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
     if by_product(streams) and len(branches) < 2 and all(_fits(f, streams) for f in branches):
         return _product(streams, weights.mT, branches)
     n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
@@ -219,7 +254,7 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> T
     with outside_autocast(streams.device):
         whole = weights.mT.to(streams.dtype)
         table = whole[..., :n].expand(*tokens, k, n).reshape(-1, k, n).contiguous()
-        flat = streams.reshape(-1, n, channels).contiguous()
+        flat = _flat(streams)
         if not branches:
             return torch.bmm(table, flat).view(*tokens, k, channels)
         factor = whole[..., n:].contiguous()
@@ -228,6 +263,16 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> T
         return functools.reduce(torch.add, others, total)
 
 
+def _flat(streams: Tensor) -> Tensor:
+    """Streams [N, n, C], contiguous: a trunk starts with copies of one tensor, which are not kept."""
+    flat = streams.reshape(-1, *streams.shape[-2:]).contiguous()
+    if streams.stride(-2) == 0 and is_sparing():
+        kept = Saved(streams.detach())
+        remember(flat, lambda: _flat(kept()))
+    return flat
+
+
+@spared
 def write_and_read(
     streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -258,10 +303,20 @@ def write_and_read(
         return streams, result
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
-    written, result, *_ = Several.apply(by_kernels, True, 1, table, None, streams, *branches)
+
+    def in_one(x: Tensor, branches: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = Several.apply(by_kernels, True, 1, table, None, x, *branches)
+        return found[:2]
+
+    written, result = in_one(streams, branches, table)
+    if is_sparing():
+        kept, others, fixed = Saved(streams.detach()), [Saved(f.detach()) for f in branches], table.detach()
+        remember_written(streams, written, lambda x, branches: in_one(x, branches, fixed)[0], branches)
+        remember(result, lambda: in_one(kept(), [f() for f in others], fixed)[1])
     return written, result
 
 
+@spared
 def write_and_project(
     streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
 ) -> tuple[Tensor] | tuple[Tensor, Projected]:
@@ -303,6 +358,8 @@ class _Written(torch.autograd.Function):
         eps, weight, table, *tensors = given
         streams, *branches = tensors
         written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
+        n = streams.shape[-2]
+        remember_combined(written, streams, table[..., : n + 1].mT, [f.unsqueeze(-2) for f in branches], ctx)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, table, written, products, inverse, *tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import OutOfOrder
+from rewire.mixes.again import normed, sparing
 from rewire.mixes.fused_qkv import Fused, project_fused
 from rewire.runtime.connection import SeparateNorms
 from rewire.runtime.live import Live
@@ -61,7 +63,7 @@ class SeparateInputs:
         for number, (f, given) in enumerate(calls):
             same = (n for n, (g, others) in enumerate(calls[:number]) if g is f and _identical(given, others))
             first = next(same, None)
-            made.append(f(*given) if first is None else made[first])
+            made.append(_called(f, given) if first is None else made[first])
         number = 0 if any(value is known.q for value in _tensors(values)) else 3
         if isinstance(made[0], (tuple, list)):
             for items in zip(*made, strict=True):
@@ -111,7 +113,9 @@ class SeparateInputs:
             given = [self._input(value, way) for value, way in zip(args, what, strict=False)]
             ways = dict.fromkeys(kwargs, what) if by_name is None else by_name
             named = {name: self._input(kwargs[name], ways[name]) for name in kwargs.keys() & ways.keys()}
-            return projection(*given, *args[len(given) :], **{**kwargs, **named})
+            like = next(_tensors([*given, *named.values()]), None)
+            with contextlib.nullcontext() if like is None else sparing(like):
+                return projection(*given, *args[len(given) :], **{**kwargs, **named})
 
         return call
 
@@ -126,7 +130,8 @@ class SeparateInputs:
         if qkv is None:
             return projection(value)
         assert isinstance(projection, nn.Module)
-        return project_fused(projection, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
+        with sparing(qkv.q):
+            return project_fused(projection, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
 
     def _projected(self, value: Any) -> QKVInputs | None:
         """What a projection is to read for a tensor that it is given, if there are separate inputs in this call.
@@ -161,6 +166,12 @@ class SeparateInputs:
             if live.qkv is not None and live.values[0] is value:
                 return live.qkv
         return None
+
+
+def _called(function: Callable[..., Any], given: Sequence[Any]) -> Any:
+    if len(given) == 1 and isinstance(given[0], Tensor):
+        return normed(function, given[0])
+    return function(*given)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

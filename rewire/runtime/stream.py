@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
+from rewire.mixes import again
 from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
@@ -195,13 +196,14 @@ class Stream(TensorLike):
 
         Not for separate q/k/v inputs.
         """
-        due, states = self._due()
+        layout, (due, states) = self.layout, self._due()
         assert not isinstance(due, QKVInputs)
         if self.wraps:  # the norm is called on what the model's other modules see
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
-        value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
+        alone = functools.partial(again.normed, norm) if layout.topology.norms_again else norm
+        value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
         return value, normed, self._read_as(states, value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, States]:

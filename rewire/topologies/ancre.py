@@ -42,6 +42,7 @@ class Destinations(Dense[W]):
     cascade: Cascade = "replace"
 
     granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
+    norms_again: ClassVar[bool] = False
     reads_newest: ClassVar[bool] = True
     first: ClassVar[int] = 1
 

@@ -116,6 +116,8 @@ class Topology(ABC, Generic[W]):
     reads_qkv: ClassVar[bool] = False
     #: Whether the norms between these and the projections are three, one for each: learned copies, which start equal.
     separate_norms: bool = False
+    #: Whether backward makes again what it needs of the norms of reads: False where a unit keeps no more than before.
+    norms_again: ClassVar[bool] = True
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
     #: Those that multiply whole states: their natural scale is `OF_STATES`.

@@ -29,6 +29,7 @@ class Residual(FirstOrder[None]):
 
     granularity: ClassVar[Granularity] = "sublayer"
     reads_newest: ClassVar[bool] = True
+    norms_again: ClassVar[bool] = False
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """None."""

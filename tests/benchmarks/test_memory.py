@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import rewire
 from rewire.kernels.cpu import plain
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -30,6 +31,30 @@ def test_the_most_that_lives_at_once(script: Any) -> None:
         assert (counted.most, counted.bytes) == (16000, 4000)
         z = y[:10]
     assert (counted.most, counted.bytes, len(z)) == (16000, 4000, 10)
+
+
+LAYERS, WIDE, FEW = 4, 256, 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [
+        *((name, {}, 0) for name in ("ancre-ingoing", "denseformer", "x0-lambdas", "layerscale", "gpas", "laurel-rw")),
+        *((name, {}, 1) for name in ("grn-v1", "grn-v2", "grn-v3", "ddl")),
+        *((name, options, 2) for name in ("dca", "muddformer") for options in ({}, {"block": 2})),
+        *(("attnres", options, 1) for options in ({}, {"block": 2})),
+        ("attnres", {"qkv": True}, 4),
+        *((name, {}, 0) for name in ("hc-static", "hc-dynamic", "mhc", "frac-hc", "two-lanes")),
+    ],
+)
+def test_what_is_kept_for_backward(script: Any, name: str, options: dict[str, Any], most: float) -> None:
+    """Of a plain model it is 60 hidden states: nothing may be a tenth more."""
+    model = script.llama(LAYERS, WIDE, checkpointed=False)
+    before, _ = script.kept(model, FEW)
+    rewired = rewire.compile(model, name, start="paper", validate=False, **options)
+    more = script.kept(rewired, FEW)[0] - before
+    assert more <= most + 0.7 and more <= before / 10
 
 
 @pytest.mark.slow

@@ -1,0 +1,210 @@
+"""What backward makes again is what forward had, and nobody else's saved tensors are touched."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rewire
+from rewire.kernels.cpu import plain
+from rewire.mixes import again
+from rewire.mixes.streams import combine
+
+WIDTH, TOKENS, UNITS = 8, 6, 2 * again.SEGMENT + 3
+
+
+class Norm(nn.Module):
+    """An RMS norm of several operations, each of which saves something, as models of transformers write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH) + 0.5), 1e-6
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = Norm(), nn.Linear(WIDTH, WIDTH)
+        self.branch: Callable[[Tensor], Tensor] = torch.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "WORTHWHILE", 0)
+
+
+def made(name: str = "hc-dynamic") -> Any:
+    torch.manual_seed(0)
+    model = rewire.compile(Net(), name, example_inputs=(torch.randn(2, TOKENS, WIDTH),), start="paper", validate=False)
+    for parameter in rewire.connections(model)["blocks"].parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    return model
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradients(model: nn.Module, x: Tensor, penalty: bool = False) -> list[Tensor]:
+    leaves = [x, *model.parameters()]
+    loss = model(x).square().sum()
+    if penalty:
+        (of_x,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = of_x.square().sum()
+    return [g for g in torch.autograd.grad(loss, leaves, allow_unused=True) if g is not None]
+
+
+def nothing_again() -> Any:
+    return mock.patch.object(again, "saved_tensor_hooks", return_value=(None, None))
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("name", ["hc-dynamic", "hc-static", "mhc", "frac-hc", "attnres", "gpas"])
+def test_gradients_are_the_same(name: str, penalty: bool) -> None:
+    """Bitwise, as the same operations run again; those of gradients, too."""
+    model, x = made(name), inputs()
+    with nothing_again():
+        want = gradients(model, x, penalty)
+    got = gradients(model, x, penalty)
+    assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
+
+
+def test_backward_twice() -> None:
+    model, x = made(), inputs()
+    loss = model(x).square().sum()
+    once = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(*once, *torch.autograd.grad(loss, x))
+
+
+def test_norms_run_once_more() -> None:
+    model, x = made(), inputs()
+    before = [block.norm.calls for block in model.blocks]
+    gradients(model, x)
+    assert [block.norm.calls - n for block, n in zip(model.blocks, before, strict=True)] == [2] * UNITS
+
+
+def test_hooks_do_not_see_it() -> None:
+    """A norm with a hook is left as it is."""
+    model, x = made(), inputs()
+    calls: list[int] = []
+    handle = model.blocks[3].norm.register_forward_hook(lambda *_: calls.append(3))
+    before = model.blocks[3].norm.calls
+    gradients(model, x)
+    assert calls == [3] and model.blocks[3].norm.calls == before + 1
+    handle.remove()
+
+
+@pytest.mark.parametrize("number", [1, again.SEGMENT + 2])
+def test_branches_that_were_written_to_since(number: int) -> None:
+    """Streams are made of them; the plain model does not need them, but gradients of the weights do."""
+    model, x = made(), inputs()
+    branches: list[Tensor] = []
+
+    def branch(x: Tensor) -> Tensor:
+        branches.append(torch.sin(x))
+        return branches[-1]
+
+    model.blocks[number].branch = branch
+    loss = model(x).square().sum()
+    branches[0].detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inputs_that_were_written_to_since() -> None:
+    model, x = made(), inputs()
+    given = x * 1
+    loss = model(given).square().sum()
+    given.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_norms_whose_weights_were_changed_since() -> None:
+    model, x = made(), inputs()
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        model.blocks[2].norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_checkpoints_look_after_what_is_saved() -> None:
+    """Streams that pass a checkpoint do not hold what is inside."""
+    model, x = made(), inputs()
+    with nothing_again():
+        want = gradients(model, x)
+    with mock.patch.object(again, "remember", side_effect=AssertionError):
+        out = checkpoint(model, x, use_reentrant=False)
+        found = torch.autograd.grad(out.square().sum(), [x, *model.parameters()], allow_unused=True)
+    assert all(map(torch.equal, [g for g in found if g is not None], want))
+
+
+def test_autocast_of_forward() -> None:
+    """Backward runs without autocast, what it makes again as forward ran."""
+    model, x = made(), inputs()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().sum()
+
+    with nothing_again():
+        (want,) = torch.autograd.grad(loss(), x)
+    (got,) = torch.autograd.grad(loss(), x)
+    assert torch.equal(got, want)
+
+
+def test_who_keeps_a_detached_read_keeps_nothing_else() -> None:
+    model, x = made(), inputs()
+    reads: list[Tensor] = []
+    model.blocks[5].norm.register_forward_pre_hook(lambda _, given: reads.append(given[0].detach()))
+    branches: list[Any] = []
+
+    def branch(x: Tensor) -> Tensor:
+        result = torch.sin(x)
+        branches.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    model.blocks[3].branch = branch
+    model(x).square().sum().backward()
+    gc.collect()
+    assert reads and branches[0]() is None
+
+
+def test_memory_is_kept_every_few_units() -> None:
+    """Of new streams all but these are freed when the next unit has written."""
+    streams, seen = torch.randn(5, 4, WIDTH, requires_grad=True), list[Any]()
+    x = streams
+    for _ in range(UNITS):
+        x = combine(x, torch.rand(5, 5, 4), [torch.randn(5, 1, WIDTH)])
+        with again.sparing(x):
+            seen.append(again.recipe_of(x))
+    kept = [n for n, recipe in enumerate(seen, 1) if recipe is None]
+    assert kept == [again.SEGMENT, 2 * again.SEGMENT]
