@@ -155,15 +155,15 @@ def sparsify(
         batches: what losses are means over; kept.
         keep: how many connections; the others can be looked at, too.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
-        by: what ranks connections: "loss"; "gradient", the same to first order, by one backward pass, for constant
-            weights; or "weight", the distance from the plain network's.
+        by: what ranks connections: "loss"; "gradient", the same to first order, by one backward pass for all of them;
+            or "weight", the distance from the plain network's.
         trunk: which one; None: the only one.
         at_once: sets of weights that run at once, where they are constant.
         seed: of what is random in the model.
 
     Raises:
-        UnsupportedTopology: it is not a dense topology, or has groups already; or ``by="gradient"``, and its weights
-            depend on the input.
+        UnsupportedTopology: it is not a dense topology, or has groups already; it does more than add up states, or has
+            no preserving start.
         UnknownName: there is no such trunk, or there are several and none was named.
         BadExampleInputs: there are no batches.
         ValueError: there are not as many connections, or no such score.
@@ -183,6 +183,12 @@ def sparsify(
     if not kept_batches:
         raise BadExampleInputs("there are no batches: the loss is measured on them.")
     bench = Bench(model, learned, kept_batches, loss, at_once, seed)
+    if bench.trunks[name].plain is None:
+        raise UnsupportedTopology(
+            bench.trunks[name].refused
+            or f"topology '{topology.registered_name}' has no preserving start with these options: connections are "
+            "compared with those of the plain network."
+        )
     base = bench.base()
     parts = {_ends(part, dims): part for part in bench.parts() if part.what == "edge" and part.trunk == name}
     parts = {ends: part for ends, part in parts.items() if ends in _wanted(topology, dims)}
@@ -190,8 +196,8 @@ def sparsify(
         raise ValueError(f"keep={keep}: trunk '{name}' has {len(parts)} connections that can be kept.")
     ends, edges = list(parts), list(parts.values())
     with progress(f"sparsifying {type(model).__name__}", len(edges)) as tick:
-        scores, weights = _scores(bench, topology, edges, by, tick)
-    found = [Candidate(*at, weight, score) for at, weight, score in zip(ends, weights, scores, strict=True)]
+        scores = _scores(bench, edges, by, topology.states, tick)
+    found = [Candidate(*at, edge.weight, score) for at, edge, score in zip(ends, edges, scores, strict=True)]
     order = sorted(range(len(found)), key=lambda n: found[n].score, reverse=True)
     ranked = [found[n] for n in order]
     steps = sorted({0, len(found), keep, *(2**n for n in range(len(found).bit_length()) if 2**n < len(found))})
@@ -250,27 +256,13 @@ def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
     return (OUTPUT if t > dims.depth else t), i
 
 
-def _scores(
-    bench: Bench,
-    topology: Dense[Any] | DenseIncrements[Any],
-    edges: Sequence[Part],
-    by: Score,
-    tick: Callable[[], None],
-) -> tuple[list[float], list[float | None]]:
-    """Of each edge its score, and its weight."""
-    weights = [edge.weight for edge in edges]
+def _scores(bench: Bench, edges: Sequence[Part], by: Score, states: bool, tick: Callable[[], None]) -> list[float]:
+    """Of each edge; where states are mixed, the plain network's weights are 0, else 1."""
     if by == "weight":
-        plain = 1.0 if isinstance(topology, DenseIncrements) else 0.0
-        return [abs((weight or 0.0) - plain) for weight in weights], weights
+        return [abs((edge.weight or 0.0) - (not states)) for edge in edges]
     if by == "loss":
-        return [effect.plain or 0.0 for effect in bench.run(edges, None, tick)], weights
-    slopes = bench.slopes(edges[0].trunk, edges)
-    if slopes is None:
-        raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' has weights that depend on the input, and the loss on these in "
-            "more ways than a gradient of the sums shows: take by='loss'."
-        )
-    return slopes, weights
+        return [effect.plain or 0.0 for effect in bench.run(edges, None, tick)]
+    return bench.slopes(edges[0].trunk, edges)
 
 
 def _together(trunk: str, parts: Sequence[Part]) -> Part:
