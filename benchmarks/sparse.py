@@ -8,8 +8,9 @@ from the same weights and on the same batches, with the K found ones alone, with
 (each of the last units reads the state before the newest), for each K. Told are losses on held out text, and paired
 differences with 95% t-intervals, one for each comparison: of twenty such intervals one misses its value by chance.
 
-Whether scores mislead: their rank correlation on two halves of the data, between seeds, and with those by gradient; and
-the loss of the model as it is trained, all but the found ones, or all but random ones, set to the plain network's.
+Whether scores mislead: their rank correlation on two halves of the data, between seeds, and with what `rewire.ablate`
+says of leaving each out; and the loss of the model as it is trained with all but some set to the plain network's: all
+but the found ones, all but those that cost most when left out, and all but random ones.
 
 Each training is kept in the results at once, and those that are there are not run again.
 """
@@ -84,22 +85,25 @@ def scoring(config: train_lm.Config) -> list[dict[str, Tensor]]:
 
 def scored(model: nn.Module, config: train_lm.Config) -> dict[str, Any]:
     """Edges by score; of each its scores; and losses of the model as it is trained, with some edges alone."""
-    batches, by_edge = scoring(config), dict[str, dict[tuple[int | str, int], float]]()
-    for name, some, by in (
-        ("half", batches[:2], "loss"),
-        ("rest", batches[2:], "loss"),
-        ("gradient", batches, "gradient"),
-    ):
-        found = rewire.sparsify(model, some, keep=1, by=by)
-        by_edge[name] = {(c.unit, c.source): c.score for c in found.candidates}
-    edges = sorted(by_edge["half"], key=lambda edge: -by_edge["half"][edge] - by_edge["rest"][edge])
-    chance, alone = random.Random(config.seed), dict[str, dict[str, float]](found={}, random={})
-    for k in KEPT:
-        alone["found"][str(k)] = with_alone(model, edges[:k], batches)
-        drawn = [with_alone(model, chance.sample(edges, k), batches) for _ in range(DRAWS)]
-        alone["random"][str(k)] = statistics.mean(drawn)
-    scores = {name: [own[edge] for edge in edges] for name, own in by_edge.items()}
-    return {"edges": edges, "scores": scores, "as trained": alone}
+    batches, scores = scoring(config), dict[str, dict[tuple[int | str, int], float]]()
+    for name, some in {"half": batches[:2], "rest": batches[2:]}.items():
+        scores[name] = {(c.unit, c.source): c.score for c in rewire.sparsify(model, some, keep=1).candidates}
+    left_out = {}
+    for effect in rewire.ablate(model, batches, of=["edge"]).effects:
+        t, source = int(effect.destination[1:]), int(effect.source[1:])
+        left_out["output" if t > config.layers else t, source] = effect.plain or 0.0
+    edges = sorted(scores["half"], key=lambda edge: -scores["half"][edge] - scores["rest"][edge])
+    scores["left out"] = {edge: left_out[edge] for edge in edges}
+    chance, orders = random.Random(config.seed), {"found": edges, "left out": sorted(edges, key=lambda e: -left_out[e])}
+    alone: dict[str, dict[str, float]] = {
+        name: {str(k): with_alone(model, order[:k], batches) for k in (0, *KEPT, len(edges))}
+        for name, order in orders.items()
+    }
+    alone["random"] = {
+        str(k): statistics.mean(with_alone(model, chance.sample(edges, k), batches) for _ in range(DRAWS)) for k in KEPT
+    }
+    lists = {name: [own[edge] for edge in edges] for name, own in scores.items()}
+    return {"edges": edges, "scores": lists, "as trained": alone}
 
 
 @torch.no_grad()
@@ -140,16 +144,16 @@ def chosen(arm: str, k: int, edges: Edges, seed: int) -> dict[int | str, list[in
 def run(row: dict[str, Any], k: int, config: train_lm.Config, topology: str, save: Callable[[], Any]) -> None:
     """The trainings of a seed that are not there yet."""
     losses = row.setdefault("losses", {})
-    if "plain" not in losses:
-        losses["plain"] = held_out(trained(build(config), config), config)
-        save()
     if "all" not in losses:
         model = trained(build(config, topology), config)
         row.update(scored(model.eval(), config))
         losses["all"] = held_out(model, config)
         save()
+    if k and "plain" not in losses:
+        losses["plain"] = held_out(trained(build(config), config), config)
+        save()
     edges: Edges = [(unit, source) for unit, source in row["edges"]]
-    for arm in ARMS:
+    for arm in ARMS if k else ():
         if f"{arm} {k}" not in losses:
             sources = chosen(arm, k, edges, config.seed)
             losses[f"{arm} {k}"] = held_out(trained(build(config, topology, sources=sources), config), config)
@@ -164,7 +168,7 @@ def interval(differences: list[float]) -> str:
     return f"{mean:+.4f} ± {float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / n**0.5:.4f}"
 
 
-def ablated(row: dict[str, Any]) -> list[float]:
+def added(row: dict[str, Any]) -> list[float]:
     """Scores on all of the data."""
     return [(a + b) / 2 for a, b in zip(row["scores"]["half"], row["scores"]["rest"], strict=True)]
 
@@ -175,19 +179,22 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
         own = [row["losses"] for row in rows if arm in row["losses"]]
         if own:
             mean = f"{statistics.mean(losses[arm] for losses in own):.4f}"
-            others = ["plain", *(["random " + arm.split()[1]] if arm.startswith(("found", "nearest")) else [])]
+            others = [
+                *(["plain"] if arm != "plain" else []),
+                *(["random " + arm.split()[1]] if arm.startswith(("found", "nearest")) else []),
+            ]
             less = [interval([row[other] - row[arm] for row in own if other in row]) for other in others]
             trained_again.add_row(arm, str(len(own)), mean, *less)
-    kept = Table("kept, as trained", "found", "random")
-    for k in map(str, sorted(KEPT)):
-        means = [statistics.mean(row["as trained"][arm][k] for row in rows) for arm in ("found", "random")]
-        kept.add_row(k, *(f"{loss:.4f}" for loss in means))
+    kept = Table("kept, as trained", "found", "by what they cost left out", "random")
+    for k in map(str, (0, *sorted(KEPT), *(len(row["edges"]) for row in rows[:1]))):
+        own = [[row["as trained"][arm].get(k) for row in rows] for arm in ("found", "left out", "random")]
+        kept.add_row(k, *("" if None in losses else f"{statistics.mean(losses):.4f}" for losses in own))
     agreement = Table("scores", "rank correlation, mean")
-    by_edge = [dict(zip(map(tuple, row["edges"]), ablated(row), strict=True)) for row in rows]
+    by_edge = [dict(zip(map(tuple, row["edges"]), added(row), strict=True)) for row in rows]
     pairs = [[[*map(a.get, a)], [*map(b.get, a)]] for a, b in itertools.combinations(by_edge, 2)]
     for name, compared in {
         "two halves of the data": [[row["scores"]["half"], row["scores"]["rest"]] for row in rows],
-        "by gradient, by ablation": [[row["scores"]["gradient"], ablated(row)] for row in rows],
+        "added to plain, left out of all": [[row["scores"]["left out"], added(row)] for row in rows],
         "two seeds": pairs,
     }.items():
         if compared:
@@ -207,7 +214,7 @@ def main() -> None:
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     if any(known.get(name) != value for name, value in about.items()):
         known = {**about, "torch": torch.__version__, "rows": {}}
-    for k, seed in itertools.product(KEPT, range(0 if options.table else options.seeds)):
+    for k, seed in itertools.product((0, *KEPT), range(0 if options.table else options.seeds)):
         sizes = {name: about[name] for name in ("layers", "width", "length", "steps")}
         config = train_lm.Config(seed=seed, validation_batch=256, **sizes)
         row = known["rows"].setdefault(str(seed), {})

@@ -137,6 +137,16 @@ def test_kept_alone_they_are_the_same_model() -> None:
     assert held[0] == 1 and held[3] == 3  # the newest; x2 and x4 beside it, as x0 was read before
 
 
+def test_a_score_is_what_one_connection_adds_to_the_plain_network() -> None:
+    model = planted("denseformer")
+    loss, batches = targets(model)
+    found = rewire.sparsify(model, batches, keep=1, loss=loss)
+    losses = {point.k: point.loss for point in found.curve}
+    best, second = found.candidates[:2]
+    assert losses[0] - losses[1] == pytest.approx(best.score, rel=1e-5)
+    assert losses[0] - losses[2] != pytest.approx(best.score + second.score, rel=1e-2)
+
+
 def test_what_is_told() -> None:
     model = planted("denseformer")
     loss, batches = targets(model)
