@@ -179,10 +179,9 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
         own = [row["losses"] for row in rows if arm in row["losses"]]
         if own:
             mean = f"{statistics.mean(losses[arm] for losses in own):.4f}"
-            others = [
-                *(["plain"] if arm != "plain" else []),
-                *(["random " + arm.split()[1]] if arm.startswith(("found", "nearest")) else []),
-            ]
+            others = [] if arm == "plain" else ["plain"]
+            if arm.startswith(("found", "nearest")):
+                others.append("random " + arm.split()[1])
             less = [interval([row[other] - row[arm] for row in own if other in row]) for other in others]
             trained_again.add_row(arm, str(len(own)), mean, *less)
     kept = Table("kept, as trained", "found", "by what they cost left out", "random")

@@ -151,8 +151,10 @@ def sparsify(
 
     All learned connections but one are set to those of the plain network, for each in turn, and the loss is measured
     again: what lowers it most is kept. (What raises it most when it is left out, as `rewire.ablate` does, is another
-    matter: trained connections make up for each other, and a few of these alone were seen to be worse than random.) Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer),
-    connections are all but those to the newest state; of those that mix increments (GRN, DCA, `attnres`) all.
+    matter: trained connections make up for each other, and a few of these alone were seen to be no better than random.)
+
+    Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer), connections are all but those to the newest state;
+    of those that mix increments (GRN, DCA, `attnres`) all.
 
     Args:
         model: rewired with a dense topology without options that choose sources, and trained, if only for a while.
