@@ -1,21 +1,26 @@
 """Coordinate checks: how large the last state and a few updates of it are, over width and over depth.
 
-    python benchmarks/coordinates.py      # writes benchmarks/results/coordinates.json, and prints its tables
+    python benchmarks/coordinates.py [--over depth]  # writes benchmarks/results/coordinates.json, and prints tables
 
 Llamas with and without depth connections, trained by AdamW for a few steps on one batch: at torch's usual start and
 rates ("standard": N(0, 0.02^2), one rate) and with `rewire.init.MuP`, over depth with its ``base_depth`` (CompleteP).
-What is measured is the state in front of the last norm, in RMS: at the start, and by how much the steps moved it; and
-by how much they moved the logits. What transfers is about the same for all sizes. Of each the table has the exponent,
-the slope of the logarithms of measure and size.
+What is measured is the state in front of the last norm, in RMS: at the start, by how much the steps moved it, and by
+how much it moves back if the connection weights alone are set to the start; and how much the steps moved the logits.
+What transfers is about the same for all sizes. Of each the table has the exponent, the slope of the logarithms of
+measure and size.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from pathlib import Path
 from typing import Any
+
+with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators do not match torch's build
+    import torchvision_stub  # noqa: F401
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +34,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("residual", {}),
     "ancre-ingoing": ("ancre-ingoing", {}),
     "denseformer": ("denseformer", {}),
+    "grn-v1": ("grn-v1", {}),
     "hc-static": ("hc-static", {}),
     "mhc": ("mhc", {}),
     "attnres": ("attnres", {}),
     "muddformer": ("muddformer", {}),
 }
 #: Sizes, and the other one's where one is varied.
-WIDTHS, DEPTHS, WIDTH, DEPTH = (64, 128, 256, 512), (2, 4, 8, 16), 64, 2
+WIDTHS, DEPTHS, WIDTH, DEPTH = (64, 128, 256, 512), (2, 4, 8, 16, 32), 64, 2
 STEPS, RATE, SEEDS, HEAD = 8, 4e-3, 2, 16
-MEASURES = ("start", "update", "logits")
+MEASURES = ("start", "update", "logits", "connections")
 
 
 def made(width: int, depth: int, family: str, scaled: bool, over_depth: bool) -> tuple[nn.Module, Any]:
@@ -65,13 +71,18 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) ->
         hook.remove()
         return seen[0], logits
 
+    starts = {connection: connection.values() for connection in rewire.connections(model).values()}
+    starts = {connection: {name: x.clone() for name, x in values.items()} for connection, values in starts.items()}
     state, logits = looked_at()
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
     after, then = looked_at()
-    return dict(zip(MEASURES, map(rms, (state, after - state, then - logits)), strict=True))
+    for connection, values in starts.items():
+        connection.set_values(values)
+    back, _ = looked_at()
+    return dict(zip(MEASURES, map(rms, (state, after - state, then - logits, after - back)), strict=True))
 
 
 def rms(x: Tensor) -> float:
@@ -97,21 +108,19 @@ def run(family: str, over: str, scaled: bool) -> dict[str, Any]:
             model, optimizer = made(*shape, family, scaled, over == "depth")
             found.append(measured(model, optimizer, torch.randint(90, (4, 32))))
         for name in MEASURES:
-            values[name].append(math.exp(sum(math.log(one[name]) for one in found) / SEEDS))
-    slopes = {name: round(exponent(sizes, values[name]), 3) for name in MEASURES}
+            values[name].append(math.prod(one[name] for one in found) ** (1 / SEEDS))
+    slopes = {name: round(exponent(sizes, values[name]), 3) for name in MEASURES if all(values[name])}
     shown = {name: [float(f"{value:.4g}") for value in of_sizes] for name, of_sizes in values.items()}
     return {"family": family, "over": over, "scaled": scaled, "sizes": sizes, **shown, "exponents": slopes}
 
 
 def table(rows: list[dict[str, Any]], over: str) -> str:
     """The exponents."""
-    lines = ["| | start | | update of the last state | | update of the logits | |"]
-    lines += ["|---|---|---|---|---|---|---|", "| | standard | scaled | standard | scaled | standard | scaled |"]
+    lines = ["| | start | | update of the last state | | update of the logits | | state by connections | |"]
+    lines += ["|---" * 9 + "|", "| " + "| standard | scaled " * 4 + "|"]
     for family in FAMILIES:
-        pair = [
-            next(r for r in rows if (r["family"], r["over"], r["scaled"]) == (family, over, s)) for s in (False, True)
-        ]
-        cells = [f"{row['exponents'][name]:+.2f}" for name in MEASURES for row in pair]
+        pair = [row for row in rows if (row["family"], row["over"]) == (family, over)]  # standard, and scaled
+        cells = [f"{row['exponents'].get(name, math.nan):+.2f}" for name in MEASURES for row in pair]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -119,9 +128,12 @@ def table(rows: list[dict[str, Any]], over: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", action="store_true", help="only print the tables of what was found")
-    if not parser.parse_args().table:
-        rows = []
-        for over in ("width", "depth"):
+    parser.add_argument("--over", choices=["width", "depth"], help="only this part")
+    options = parser.parse_args()
+    if not options.table:
+        parts = ("width", "depth") if options.over is None else (options.over,)
+        rows = [row for row in json.loads(RESULTS.read_text()) if row["over"] not in parts] if options.over else []
+        for over in parts:
             for family in FAMILIES:
                 for scaled in (False, True):
                     rows.append(run(family, over, scaled))

@@ -55,12 +55,14 @@ def parameter_groups(
         muon_lr: learning rate of the matrices in the blocks of the trunks (linear maps, no embeddings), if Muon is to
             get these. All groups then say ``use_muon``, as optimisers that do both read it.
         mup: what the model was initialised with; rates, decay and Adam's ``eps`` (1e-8 in the model that was tuned) of
-            all others are scaled by it, in a group for each scale.
+            all others are scaled by it, in a group for each scale; with ``base_depth`` also the rates of connection
+            weights whose fan-in grows with the depth (``Topology.depth_powers``): those of `denseformer` and
+            `ancre-none` are divided by L / base_depth, of `muddformer` the static ones by it, W2's by its square.
         roles: for ``mup``, of a model that is sharded, compiled or wrapped, as `rewire.initialize` takes them.
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
-        unit and decay; none is empty. With ``muon_lr`` the matrices are the first group.
+        unit, rate and decay; none is empty. With ``muon_lr`` the matrices are the first group.
 
     Raises:
         TypeError, ValueError: a rate or decay is no number, or below 0; or ``mup`` is given together with ``muon_lr``.
@@ -77,28 +79,33 @@ def parameter_groups(
     rate, fastest = (lr, _FASTEST) if connection_lr is None else (connection_lr, math.inf)
     _check(lr=lr, weight_decay=weight_decay, connection_lr=rate, connection_factor=connection_factor)
     _check(muon_lr=0 if muon_lr is None else muon_lr)
-    own: dict[tuple[float, float], list[nn.Parameter]] = {}  # by unit and decay
+    if mup is not None:
+        if muon_lr is not None:
+            raise ValueError("mup= has rates for AdamW alone: leave out muon_lr=.")
+        roles = roles_of(model) if roles is None else roles
+        mup.check(roles)
+    deeper = mup.multipliers(roles)[1] if mup is not None and roles is not None else 1.0
+    own: dict[tuple[float, float, float], list[nn.Parameter]] = {}  # by unit, by how much slower, and decay
     for connection in connections(model).values():
-        decayed = connection.layout.topology.matrices if decay_matrices else ()
+        topology = connection.layout.topology
+        decayed, powers = topology.matrices if decay_matrices else (), topology.depth_powers()
         for name, parameter in connection.named_parameters():
-            unit = connection.stored_in[name]
+            unit, weight = connection.stored_in[name], connection.weight_of(name)
+            slower = deeper ** powers.get(weight, 0)
             # An optimiser decays by rate times decay, and the rate has the unit in it.
-            own.setdefault((unit, weight_decay * unit if connection.weight_of(name) in decayed else 0.0), []).append(
-                parameter
-            )
+            decay = weight_decay * unit * slower if weight in decayed else 0.0
+            own.setdefault((unit, slower, decay), []).append(parameter)
     learned = {id(p) for parameters in own.values() for p in parameters}
     matrices = [] if muon_lr is None else _matrices(model)
     learned |= {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in learned]
     groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
     if mup is not None:
-        if muon_lr is not None:
-            raise ValueError("mup= has rates for AdamW alone: leave out muon_lr=.")
-        groups = _scaled(model, others, lr, weight_decay, mup, roles_of(model) if roles is None else roles)
-    for (unit, decay), parameters in own.items():
-        groups.append(
-            {"params": parameters, "lr": connection_factor * min(rate / unit, fastest), "weight_decay": decay}
-        )
+        assert roles is not None
+        groups = _scaled(model, others, lr, weight_decay, mup, roles)
+    for (unit, slower, decay), parameters in own.items():
+        of_own = connection_factor * min(rate / unit, fastest) / slower
+        groups.append({"params": parameters, "lr": of_own, "weight_decay": decay})
     if muon_lr is not None:
         muon = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay, "use_muon": True}
         groups = [muon, *({**group, "use_muon": False} for group in groups)]
@@ -110,7 +117,6 @@ def _scaled(
     model: nn.Module, parameters: list[nn.Parameter], lr: float, weight_decay: float, mup: MuP, roles: Roles
 ) -> list[dict[str, Any]]:
     """Groups of ``parameters`` by what ``mup`` multiplies their rates, decays and epsilons with."""
-    mup.check(roles)
     names, found = {id(p): name for name, p in model.named_parameters()}, dict[Factors, list[nn.Parameter]]()
     for p in parameters:
         weight = next(iter(roles.of(names[id(p)])), None)

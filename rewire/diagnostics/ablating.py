@@ -62,7 +62,8 @@ class Trunk:
         outline: its sums; of their terms, by destination and source, `weights`, and whether they are `learned`.
         terms: of a static one, the terms of its program, whose weights are a buffer of the connection.
         now: of others, what is set: by destination and source, of each term the new weight; `only` has the
-            destinations, and `off` units that are left out.
+            destinations, `moved` how far weights are on the way there if not at the end, and `off` units that are
+            left out.
         seen: of these, weights as they were in the first pass.
         plain: the same of the plain network; None where it is not known.
         refused: why there are no edges to set; empty if there are.
@@ -76,6 +77,7 @@ class Trunk:
         for line, term, is_learned in learned_terms(self.outline.program):
             self.learned.setdefault((line.target, term.source), []).append(is_learned)
         self.now, self.only, self.off = dict[Ends, list[Any]](), set[str](), set[int]()
+        self.moved: Mapping[Ends, Tensor] = {}
         self.seen, self.sources = dict[Ends, Seen](), sources_in(self.outline.program)
         self.record: Change | None = recorder(self.seen, self.outline.program)
         try:
@@ -118,7 +120,11 @@ class Trunk:
         for source, weight in zip(self.sources[target], weights, strict=True):
             number = counts[source] = counts.get(source, -1) + 1
             new = self.now.get((target, source))
-            found.append(weight if new is None else torch.full_like(weight, float(new[number])))
+            if new is None or new[number] is None:
+                found.append(weight)
+                continue
+            end, way = torch.full_like(weight, float(new[number])), self.moved.get((target, source))
+            found.append(end if way is None else weight.lerp(end, way.to(weight)))
         return found
 
     def changes(self, part: Part, plain: bool) -> dict[Ends, list[Any]]:
@@ -146,12 +152,18 @@ class Trunk:
         known = self.terms is not None and self.plain is not None and part.what != "unit"
         return known and _same(self.changes(part, True), self.weights)
 
-    def set(self, changes: dict[Ends, list[Any]], copied: nn.Module, unit: int | None = None) -> None:
-        """Run with these weights; without this unit."""
+    def set(
+        self,
+        changes: dict[Ends, list[Any]],
+        copied: nn.Module,
+        unit: int | None = None,
+        moved: Mapping[Ends, Tensor] | None = None,
+    ) -> None:
+        """Run with these weights; without this unit; where they depend on the input, as far on the way as is told."""
         if self.terms is not None:
             connections(copied)[self.layout.trunk].get_buffer("terms").copy_(self.terms.set(changes))
             return
-        self.record, self.now = None, changes if unit is None else {}
+        self.record, self.now, self.moved = None, changes if unit is None else {}, moved or {}
         self.only.clear()
         self.only.update(target for target, _ in self.now)
         self.off.clear()
@@ -249,26 +261,32 @@ class Bench:
         trunk.set({}, self.copied)
         return found
 
-    def slopes(self, name: str, parts: Sequence[Part]) -> list[float] | None:
+    def slopes(self, name: str, parts: Sequence[Part]) -> list[float]:
         """For each part, how fast the loss rises as its weights move to those of the plain network, which is 1 away.
 
-        One backward pass for all; None where weights depend on the input, and the loss on them in more ways than here.
+        One backward pass for all. With a weight a of each token, and w of the plain network, ``a + m (w - a)`` is what
+        runs at m; at 0, where the slope is taken, all else that depends on a source does so by itself.
         """
-        trunk = self.trunks[name]
-        if trunk.terms is None or trunk.plain is None:
-            return None
-        values = trunk.terms.values
-        away = torch.stack([trunk.terms.set(trunk.changes(part, True)) - values for part in parts])
-        total = torch.zeros(len(parts), dtype=torch.float64)
-        path = self._path(trunk)
+        trunk, total = self.trunks[name], torch.zeros(len(parts), dtype=torch.float64)
+        changes = [trunk.changes(part, True) for part in parts]
         for batch in self.batches:
             moved = torch.zeros(len(parts), requires_grad=True)
-            now = values + (moved.view(-1, *[1] * values.dim()) * away).sum(0)
             with torch.enable_grad(), plain_runs(self.copied, self.seed):
-                device = connections(self.copied)[name].get_buffer("terms").device
-                loss = self.loss(_With(self.copied, {path: now.to(device)}), batch)
+                loss = self.loss(self._moved(trunk, changes, moved), batch)
             total += torch.autograd.grad(loss, moved)[0].double()
+        trunk.set({}, self.copied)
         return (total / len(self.batches)).tolist()
+
+    def _moved(self, trunk: Trunk, changes: Sequence[dict[Ends, list[Any]]], moved: Tensor) -> Any:
+        """The model with weights so far on the way to each of these changes."""
+        if trunk.terms is None:
+            on_the_way = {ends: way for new, way in zip(changes, moved, strict=True) for ends in new}
+            trunk.set({ends: new[ends] for new in changes for ends in new}, self.copied, moved=on_the_way)
+            return self.copied
+        away = torch.stack([trunk.terms.set(new) - trunk.terms.values for new in changes])
+        now = trunk.terms.values + (moved.view(-1, *[1] * (away.dim() - 1)) * away).sum(0)
+        device = connections(self.copied)[trunk.layout.trunk].get_buffer("terms").device
+        return _With(self.copied, {self._path(trunk): now.to(device)})
 
     def _path(self, trunk: Trunk) -> str:
         """Of the buffer of a static trunk's weights."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from rewire.attributes import REGISTERED_NAME
 from rewire.copies import seeded, shared
 from rewire.diagnostics.observing import called, inputs_of, own_buffers
 from rewire.diagnostics.outline import Outline
@@ -128,7 +129,7 @@ def derived(topology: Topology, base: type, **attributes: Any) -> Topology:
     cls = type(topology)
     made: Topology = object.__new__(type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
     vars(made).update(vars(topology))
-    vars(made).update(attributes)
+    vars(made).update({REGISTERED_NAME: topology.registered_name, **attributes})
     return made
 
 
@@ -170,12 +171,16 @@ class _Mixes(Topology):
             return value
         given, middle = [*map(_precise, history.states)], self._middle(t, history)
         given = [given[0], *([total(tuple(given[middle]))] if given[middle] else []), *given[middle.stop :]]
-        sums = {
-            way: added_up(factors[way] if new is None else new, given).to(history.newest.dtype)
-            for way, new in changed.items()
-        }
-        ways = [sums.get(id(way), own) for way, own in zip(ways_of(read), ways_of(value), strict=True)]
+        ways = [
+            self._moved(materialize(own), factors.get(id(way), []), changed.get(id(way)), given)
+            for way, own in zip(ways_of(read), ways_of(value), strict=True)
+        ]
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
+
+    def _moved(self, own: Tensor, old: list[Tensor], new: Sequence[Tensor] | None, sources: list[Tensor]) -> Tensor:
+        """The read itself, whose weights depend on states, and what the others that are set make different."""
+        apart = [(b - a, x) for a, b, x in zip(old, new or (), sources, strict=new is not None) if b is not a]
+        return (_precise(own) + added_up(*zip(*apart, strict=True))).to(own.dtype) if apart else own
 
     def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
         """A read, and by the identity of each of its ways what the sources are multiplied with, [..., D].

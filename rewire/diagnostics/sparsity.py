@@ -39,7 +39,8 @@ class Candidate:
         unit: the unit that reads, or "output".
         source: the number of what it reads, as `sources=` has it.
         weight: as `rewire.graph` has it; of weights per token the mean.
-        score: how much the loss rises if it is that of the plain network, all others as they are; or what else ranks.
+        score: how much lower the loss is with it than with all connections those of the plain network; or what else
+            ranks.
     """
 
     unit: int | str
@@ -114,8 +115,10 @@ class Sparsity(Shown):
         return k
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
-        yield Text(f"Connections of '{self.trunk}', by how much the loss {self.loss:.4f} rises without", style="bold")
-        table = Table("", "from", "into", "weight", "loss rises by", box=box.SIMPLE_HEAD)
+        yield Text(
+            f"Connections of '{self.trunk}' by score; the loss with all of them is {self.loss:.4f}", style="bold"
+        )
+        table = Table("", "from", "into", "weight", "score", box=box.SIMPLE_HEAD)
         for number, found in enumerate(self.candidates[: max(self.keep, _SHOWN)], start=1):
             into = found.unit if found.unit == OUTPUT else f"unit {found.unit}"
             weight = "" if found.weight is None else f"{found.weight:.3g}"
@@ -146,24 +149,27 @@ def sparsify(
 ) -> Sparsity:
     """Find the few connections of a trained dense topology that count, to train again with these alone.
 
-    Every learned connection is set to that of the plain network, one at a time, and the loss measured again, as
-    `rewire.ablate` does: what raises it most is kept. Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer),
-    connections are all but those to the newest state; of those that mix increments (GRN, DCA, `attnres`) all.
+    All learned connections but one are set to those of the plain network, for each in turn, and the loss is measured
+    again: what lowers it most is kept. (What raises it most when it is left out, as `rewire.ablate` does, is another
+    matter: trained connections make up for each other, and a few of these alone were seen to be no better than random.)
+
+    Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer), connections are all but those to the newest state;
+    of those that mix increments (GRN, DCA, `attnres`) all.
 
     Args:
         model: rewired with a dense topology without options that choose sources, and trained, if only for a while.
         batches: what losses are means over; kept.
         keep: how many connections; the others can be looked at, too.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
-        by: what ranks connections: "loss"; "gradient", the same to first order, by one backward pass, for constant
-            weights; or "weight", the distance from the plain network's.
+        by: what ranks connections: "loss"; "gradient", how much the loss rises without each by itself, to first order,
+            by one backward pass for all; or "weight", the distance from the plain network's.
         trunk: which one; None: the only one.
         at_once: sets of weights that run at once, where they are constant.
         seed: of what is random in the model.
 
     Raises:
-        UnsupportedTopology: it is not a dense topology, or has groups already; or ``by="gradient"``, and its weights
-            depend on the input.
+        UnsupportedTopology: it is not a dense topology, or has groups already; it does more than add up states, or has
+            no preserving start.
         UnknownName: there is no such trunk, or there are several and none was named.
         BadExampleInputs: there are no batches.
         ValueError: there are not as many connections, or no such score.
@@ -183,6 +189,12 @@ def sparsify(
     if not kept_batches:
         raise BadExampleInputs("there are no batches: the loss is measured on them.")
     bench = Bench(model, learned, kept_batches, loss, at_once, seed)
+    if bench.trunks[name].plain is None:
+        raise UnsupportedTopology(
+            bench.trunks[name].refused
+            or f"topology '{topology.registered_name}' has no preserving start with these options: connections are "
+            "compared with those of the plain network."
+        )
     base = bench.base()
     parts = {_ends(part, dims): part for part in bench.parts() if part.what == "edge" and part.trunk == name}
     parts = {ends: part for ends, part in parts.items() if ends in _wanted(topology, dims)}
@@ -190,8 +202,8 @@ def sparsify(
         raise ValueError(f"keep={keep}: trunk '{name}' has {len(parts)} connections that can be kept.")
     ends, edges = list(parts), list(parts.values())
     with progress(f"sparsifying {type(model).__name__}", len(edges)) as tick:
-        scores, weights = _scores(bench, topology, edges, by, tick)
-    found = [Candidate(*at, weight, score) for at, weight, score in zip(ends, weights, scores, strict=True)]
+        scores = _scores(bench, edges, by, topology.states, tick)
+    found = [Candidate(*at, edge.weight, score) for at, edge, score in zip(ends, edges, scores, strict=True)]
     order = sorted(range(len(found)), key=lambda n: found[n].score, reverse=True)
     ranked = [found[n] for n in order]
     steps = sorted({0, len(found), keep, *(2**n for n in range(len(found).bit_length()) if 2**n < len(found))})
@@ -250,27 +262,17 @@ def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
     return (OUTPUT if t > dims.depth else t), i
 
 
-def _scores(
-    bench: Bench,
-    topology: Dense[Any] | DenseIncrements[Any],
-    edges: Sequence[Part],
-    by: Score,
-    tick: Callable[[], None],
-) -> tuple[list[float], list[float | None]]:
-    """Of each edge its score, and its weight."""
-    weights = [edge.weight for edge in edges]
+def _scores(bench: Bench, edges: Sequence[Part], by: Score, states: bool, tick: Callable[[], None]) -> list[float]:
+    """Of each edge; where states are mixed, the plain network's weights are 0, else 1."""
+    trunk = edges[0].trunk
     if by == "weight":
-        plain = 1.0 if isinstance(topology, DenseIncrements) else 0.0
-        return [abs((weight or 0.0) - plain) for weight in weights], weights
+        return [abs((edge.weight or 0.0) - (not states)) for edge in edges]
     if by == "loss":
-        return [effect.plain or 0.0 for effect in bench.run(edges, None, tick)], weights
-    slopes = bench.slopes(edges[0].trunk, edges)
-    if slopes is None:
-        raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' has weights that depend on the input, and the loss on these in "
-            "more ways than a gradient of the sums shows: take by='loss'."
-        )
-    return slopes, weights
+        left_out = [_together(trunk, [other for other in edges if other is not edge]) for edge in edges]
+        rises = bench.run([_together(trunk, edges), *left_out], None, tick)
+        none, *alone = [effect.plain or 0.0 for effect in rises]
+        return [none - with_it for with_it in alone]
+    return bench.slopes(trunk, edges)
 
 
 def _together(trunk: str, parts: Sequence[Part]) -> Part:

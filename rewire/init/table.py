@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -138,10 +139,13 @@ class Roles(Shown):
         layers = list(dict.fromkeys(map(layer_of, inside)))
         return layers.index(layer_of(block)) + 1, len(layers)
 
-    @property
+    @functools.cached_property
     def layers(self) -> int:
         """How many layers the longest row of blocks has."""
-        return max((self.layer(w.block)[1] for w in self if w.branch), default=0)
+        blocks, rows = {w.block for w in self if w.branch}, dict[str, set[str]]()
+        for block in blocks:
+            rows.setdefault(row_of(block), set()).add(layer_of(block))
+        return max(map(len, rows.values()), default=0)
 
     def of(self, name: str) -> tuple[Weight, ...]:
         """The rows of the parameter ``name``."""

@@ -189,6 +189,9 @@ class ANCRe(Destinations[Table | Few]):
         """Stored is ``c / tau``, whose softmax p is: under Adam, a rate of lr for c is one of ``lr / tau`` for that."""
         return {"logits": OF_STATES if self.normalize == "none" else self.temperature}
 
+    def depth_powers(self) -> dict[str, int]:
+        return {"logits": 1} if self.normalize == "none" and self.sources is None else {}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table | Few:
         """The effective shortcut weights: of each t in turn, p of its sources."""
         depth, p = dims.depth, parameters["logits"].float()

@@ -171,6 +171,15 @@ class Topology(ABC, Generic[W]):
         of_vectors = dict.fromkeys(self.of_vectors, OF_STATES * (dims.width or 1) ** -0.5)
         return dict.fromkeys(self.of_states, OF_STATES) | of_vectors
 
+    def depth_powers(self) -> dict[str, int]:
+        """Of weights whose fan-in grows with the depth, as which power of it; without others.
+
+        A read of t states learns t weights, and Adam moves all by as much: what is read moves by t times that, where
+        states are as large in deep models, as with `rewire.init.MuP`. Its ``base_depth`` divides rates by this power.
+        Increments get smaller as the depth grows, and a softmax moves as a whole: neither is named here.
+        """
+        return {}
+
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
         """Of learned weights each row of which one unit alone uses: how many each unit has, in turn, T + 1 the last;
         -1: all that there are.

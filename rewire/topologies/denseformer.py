@@ -63,6 +63,9 @@ class DenseFormer(Dense[Averages]):
         if self.few and self.dilation * self.period > 1:
             raise ValueError("dilation= and period= choose states and units, as units= and sources= do: leave out two.")
 
+    def depth_powers(self) -> dict[str, int]:
+        return {"alpha": 1} if self.sources is None else {}
+
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
         ascending.

@@ -147,6 +147,10 @@ class MUDDFormer(Dense[Aggregates]):
         """W2 sums over as many hidden units as it computes weights of states."""
         return {"static": OF_STATES, "w2": OF_STATES**2, "before": OF_STATES, "after": OF_STATES}
 
+    def depth_powers(self) -> dict[str, int]:
+        """A row of W2 has as many inputs as there are weights, and these are of as many states."""
+        return {"static": 1, "w2": 2} if self.sources is None else {}
+
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
         """None with norms: the scales of a source are read by many units."""
         sizes = [ways * n for ways, n in self._shapes(dims)]

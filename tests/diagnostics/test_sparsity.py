@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from models import PreNorm, Stack, vectors
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import rewire
+from rewire.diagnostics.ablating import Bench
 from rewire.topologies.base import Dims
 
 DEPTH = 6
@@ -92,6 +94,35 @@ def test_gradients_are_those_of_small_moves(name: str) -> None:
         at += size
 
 
+@pytest.mark.parametrize(("name", "options"), [("muddformer", {}), ("attnres", {"qkv": True})])
+def test_gradients_of_weights_per_token_are_those_of_small_ablations(name: str, options: dict[str, Any]) -> None:
+    """In all that the loss depends on a weight by: later weights of the same token, too."""
+    torch.manual_seed(0)
+    model = rewire.compile(Stack(PreNorm, 3).double(), name, granularity="block", validate=False, **options)
+    (connection,) = rewire.connections(model).values()
+    connection.set_values({key: x + 0.2 * torch.randn_like(x) for key, x in connection.values().items()})
+    batches, small = [vectors().double(), 2 * vectors().double()], torch.tensor(1e-5).double()
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return (model(batch) - 1).square().mean()
+
+    bench = Bench(model, rewire.connections(model), batches, loss, 1, 0)
+    bench.base()
+    ((trunk, of_trunk),) = bench.trunks.items()
+    edges = [part for part in bench.parts() if part.what == "edge"]
+    slopes, fractions = bench.slopes(trunk, edges), list[float]()
+    for edge in edges:
+        changes, losses = of_trunk.changes(edge, plain=True), list[float]()
+        for way in (small, -small):
+            of_trunk.set(changes, bench.copied, moved=dict.fromkeys(changes, way))
+            losses.append(bench._loss())
+        fractions.append((losses[0] - losses[1]) / (2 * float(small)))
+    assert slopes == pytest.approx(fractions, rel=1e-4, abs=1e-7) and max(map(abs, slopes)) > 1e-2
+    of_trunk.set({}, bench.copied)
+    whole = [effect.plain for effect in bench.run(edges, None, lambda: None)]
+    assert spearmanr(slopes, whole).statistic > 0.8
+
+
 def test_kept_alone_they_are_the_same_model() -> None:
     model = planted("denseformer")
     loss, batches = targets(model)
@@ -104,6 +135,16 @@ def test_kept_alone_they_are_the_same_model() -> None:
     torch.testing.assert_close(few(vectors()), model(vectors()))
     held = {point.k: point.states for point in found.curve}
     assert held[0] == 1 and held[3] == 3  # the newest; x2 and x4 beside it, as x0 was read before
+
+
+def test_a_score_is_what_one_connection_adds_to_the_plain_network() -> None:
+    model = planted("denseformer")
+    loss, batches = targets(model)
+    found = rewire.sparsify(model, batches, keep=1, loss=loss)
+    losses = {point.k: point.loss for point in found.curve}
+    best, second = found.candidates[:2]
+    assert losses[0] - losses[1] == pytest.approx(best.score, rel=1e-5)
+    assert losses[0] - losses[2] != pytest.approx(best.score + second.score, rel=1e-2)
 
 
 def test_what_is_told() -> None:
@@ -128,8 +169,6 @@ def test_weights_per_token() -> None:
     curve = [point.loss for point in found.curve]
     assert curve[0] > curve[-1] == pytest.approx(0, abs=1e-12)
     assert len(rewire.connections(found.compile(stack(), validate=False))) == 1
-    with pytest.raises(rewire.UnsupportedTopology, match="weights that depend on the input"):
-        rewire.sparsify(model, batches, keep=4, loss=loss, by="gradient")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +178,8 @@ def test_weights_per_token() -> None:
         ("denseformer", {"block": 2}, "with block=2 chooses its sources already"),
         ("denseformer", {"period": 2}, "with period=2 chooses its sources already"),
         ("grn-v1", {"last": 1}, "with last=1 chooses its sources already"),
+        ("muddformer", {"norms": True}, "more than add up states with weights"),
+        ("attnres", {"normed": True, "start": "paper"}, "has no preserving start"),
     ],
 )
 def test_what_cannot_be_limited(name: str, options: dict[str, Any], message: str) -> None:

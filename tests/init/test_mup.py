@@ -101,6 +101,34 @@ def test_connections_and_frozen_weights_keep_groups_of_their_own() -> None:
     torch.optim.AdamW(scaled)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "powers"),
+    [
+        ("denseformer", {}, {"alpha": 1}),
+        ("muddformer", {}, {"static": 1, "w1": 0, "w2": 2}),
+        ("ancre-none", {}, {"logits": 1}),
+        ("ancre-ingoing", {}, {"logits": 0}),  # a softmax
+        ("grn-v1", {}, {"logits": 0}),  # increments are the smaller, the deeper the model is
+        ("denseformer", {"sources": ["x0"]}, {"alpha": 0}),
+    ],
+)
+def test_rates_of_connections_go_with_their_fan_in(name: str, options: dict[str, Any], powers: dict[str, int]) -> None:
+    plain = tiny_model("llama", tie_word_embeddings=False, num_hidden_layers=2)
+    model = rewire.compile(plain, name, validate=False, **options)
+    (connection,) = rewire.connections(model).values()
+
+    def rates(mup: MuP | None) -> dict[int, dict[str, Any]]:
+        groups = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, decay_matrices=True, mup=mup)
+        return {id(p): group for group in groups for p in group["params"]}
+
+    wide, deep = rates(MuP(base_width=4)), rates(MuP(base_width=4, base_depth=1))
+    assert wide.keys() == deep.keys()
+    for stored, parameter in connection.named_parameters():
+        was, now = wide[id(parameter)], deep[id(parameter)]
+        assert now["lr"] == was["lr"] / 2 ** powers.get(connection.weight_of(stored), 0)
+        assert now["lr"] * now["weight_decay"] == pytest.approx(was["lr"] * was["weight_decay"])
+
+
 def test_errors() -> None:
     with pytest.raises(rewire.RewireError, match=r"mup: 'lm_head.weight|mup: '.*embed.*tie_word_embeddings=False"):
         rewire.initialize(tiny_model("llama", tie_word_embeddings=True), "mup")

@@ -30,7 +30,8 @@ class MuP(Initializer):
 
     With ``k = L / base_depth`` for L layers, branches are multiplied by 1/k (CompleteP, arXiv 2505.01618, alpha = 1).
     Here that factor is in what they end with, as Adam cannot tell the difference: its start and its rate are divided
-    by k. So this goes together with every topology.
+    by k. So this goes together with every topology. Connection weights of which a read has more in deep models get
+    smaller rates there (``Topology.depth_powers``).
 
     Rates, decays and epsilons are those of the authors' code of CompleteP, the multiplier of the logits being in the
     output layer: `rewire.parameter_groups` takes this object. Attention has to be scaled by 1 / d for heads of d
