@@ -153,6 +153,7 @@ def writes_to_argument(operator: Any) -> bool:
 
 # Looked up once: these are asked for each sum.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_function_modes = getattr(torch._C, "_len_torch_function_stack", None)
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", None)
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -161,6 +162,11 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode sees each operator; if that cannot be told, yes: then results are made anew."""
     return _dispatch_modes is None or _dispatch_modes() > 0
+
+
+def in_function_mode() -> bool:
+    """Whether a mode sees each function of torch, as a default device does; if that cannot be told, yes."""
+    return _function_modes is None or _function_modes() > 0
 
 
 def under_functorch() -> bool:

@@ -4,7 +4,8 @@
 
 Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
 the best of SETTINGS. The others are compared with that setting, and with the one that is best for them, on one seed, of
-the three that suit the plain model best. Results are written after each part; called again, the script goes on.
+the three that suit the plain model best, with which the plain model is run, too. Results are written after each part;
+called again, the script goes on.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def main() -> None:
         _write(rows, about, given.out)
         if own != setting:
             rows.append(row(f"{name}, its own setting", contender, own, searched))
+            if all(other.setting != own for other in rows if other.contender == PLAIN):  # is it the setting alone?
+                rows.append(row(f"residual, the setting of {name}", PLAIN, own, []))
             _write(rows, about, given.out)
 
 

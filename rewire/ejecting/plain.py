@@ -6,6 +6,7 @@ Names that are defined here take the place of the same names in `rewire.mixes`, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -74,6 +75,15 @@ def read_off_gates(
     return *formula(products, static, scale), streams, claim
 
 
+def sparing(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """All is saved for backward as autograd does."""
+    return contextlib.nullcontext()
+
+
+def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return norm(x)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mix:
     """A weighted sum that has not been computed yet.
@@ -96,7 +106,7 @@ class Mix:
             total = total + branch
         return total
 
-    def normed(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+    def normed(self, module: nn.Module, _: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The sum, and what ``module``, a norm, makes of it."""
         total = self.value()
         return total, module(total)

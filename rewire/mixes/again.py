@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rewire.attributes import NORM, RECIPE
 from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
-from rewire.torch_internals import saved_tensor_hooks, writes_to
+from rewire.torch_internals import in_dispatch_mode, in_function_mode, saved_tensor_hooks, writes_to
 
 #: Units after which streams are kept: with T units, T / 8 times all streams are kept, and in backward 8 times more.
 SEGMENT = 8
@@ -71,8 +71,8 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or left_to_autograd(x, 1):
         return contextlib.nullcontext()
-    if saved_tensor_hooks() is not None:
-        return contextlib.nullcontext()
+    if saved_tensor_hooks() is not None or in_dispatch_mode() or in_function_mode():
+        return contextlib.nullcontext()  # backward may run without the mode
     return torch.autograd.graph.saved_tensors_hooks(Saved, Saved.__call__)
 
 
@@ -154,7 +154,7 @@ def remember_written(
         remember(written, made, ctx)
 
 
-def normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``norm(x)``, of which backward makes again what is as large as ``x``; also ``x``, if that can be made again."""
     with sparing(x):
         if not (is_sparing() and _is_norm(norm)):
@@ -183,14 +183,14 @@ class _Region:
         self.memory = x.untyped_storage().data_ptr()
         kind = x.device.type
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self.count = 0
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.made: dict[int, Tensor] = {}
 
     def pack(self, x: Tensor) -> Saved | int:
         if x.numel() < self.size or x.untyped_storage().data_ptr() == self.memory:
             return Saved(x)
-        self.count += 1
-        return self.count - 1
+        self.saved.append((x.shape, x.dtype))
+        return len(self.saved) - 1
 
     def unpack(self, saved: Saved | int) -> Tensor:
         if isinstance(saved, Saved):
@@ -213,5 +213,10 @@ class _Region:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)
         with torch.enable_grad(), torch.autocast(kind, dtype, on), hooks:
             result: Tensor = self.norm.forward(x)
+        if [(y.shape, y.dtype) for y in found] != self.saved:
+            raise RuntimeError(
+                f"{type(self.norm).__name__} saves other tensors when it runs again for backward than it did before: "
+                "what its forward depends on has changed since. Change it after backward."
+            )
         self.made = dict(enumerate(found))
         return result.detach()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import OutOfOrder
-from rewire.mixes.again import normed, sparing
+from rewire.mixes.again import norm_again, sparing
 from rewire.mixes.fused_qkv import Fused, project_fused
 from rewire.runtime.connection import SeparateNorms
 from rewire.runtime.live import Live
@@ -170,7 +170,7 @@ class SeparateInputs:
 
 def _called(function: Callable[..., Any], given: Sequence[Any]) -> Any:
     if len(given) == 1 and isinstance(given[0], Tensor):
-        return normed(function, given[0])
+        return norm_again(function, given[0])
     return function(*given)
 
 

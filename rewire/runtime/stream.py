@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
-from rewire.mixes import again
+from rewire.mixes.again import norm_again
 from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
@@ -202,7 +202,7 @@ class Stream(TensorLike):
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
-        alone = functools.partial(again.normed, norm) if layout.topology.norms_again else norm
+        alone = functools.partial(norm_again, norm) if layout.topology.norms_again else norm
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
         return value, normed, self._read_as(states, value)
 

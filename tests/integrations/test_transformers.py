@@ -109,7 +109,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     [
         ({"topology": "os.system"}, "not known here"),
         ({"options": {"temperature": "__import__('os')"}}, "do not fit"),
-        ({"units": [1, 2, 3]}, "of another trunk"),
+        ({"units": [1, 2, 3]}, "does not fit this model"),
     ],
 )
 def test_hostile_recipes(change: dict[str, Any], message: str, tmp_path: Path) -> None:

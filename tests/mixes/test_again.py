@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import rewire
@@ -208,3 +209,33 @@ def test_memory_is_kept_every_few_units() -> None:
             seen.append(again.recipe_of(x))
     kept = [n for n, recipe in enumerate(seen, 1) if recipe is None]
     assert kept == [again.SEGMENT, 2 * again.SEGMENT]
+
+
+class Switched(Norm):
+    more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp().log() if self.more else x)
+
+
+def test_a_norm_that_has_changed_since_is_refused() -> None:
+    norm, x = Switched(), torch.randn(TOKENS, WIDTH, requires_grad=True)
+    y = again.norm_again(norm, x)
+    norm.more = True
+    with pytest.raises(RuntimeError, match="saves other tensors when it runs again"):
+        y.sum().backward()
+
+
+class Cubes(TorchFunctionMode):
+    """Squares are cubes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * (args[0] if func is Tensor.pow else 1)
+
+
+def test_nothing_is_made_again_that_a_mode_has_changed() -> None:
+    norm, x = Norm(), torch.rand(TOKENS, WIDTH, requires_grad=True)
+    with Cubes():
+        ours, theirs = again.norm_again(norm, x), norm(x)
+    (grad,), (wanted,) = (torch.autograd.grad(y.sum(), x) for y in (ours, theirs))
+    assert torch.equal(grad, wanted)

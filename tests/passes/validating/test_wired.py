@@ -158,8 +158,7 @@ def of_another_unit(stream: Stream) -> Any:
     layout = stream.layout
     units = tuple(max(1, unit - 1) for unit in layout.units)
     other = Layout(layout.trunk, layout.topology, units, layout.dims.width, layout.dims.attention)
-    value, after = _DUE(Stream(stream.states, stream.held, stream.weights, other, stream.position))
-    return value, Stream(after.states, after.held, after.weights, layout, after.position)
+    return _DUE(Stream(stream.states, stream.held, stream.weights, other, stream.position))
 
 
 _DUE = Stream._due
