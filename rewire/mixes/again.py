@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rewire.attributes import NORM, RECIPE
 from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
-from rewire.torch_internals import in_dispatch_mode, in_function_mode, saved_tensor_hooks, writes_to
+from rewire.torch_internals import in_function_mode, saved_tensor_hooks, writes_to
 
 #: Units after which streams are kept: with T units, T / 8 times all streams are kept, and in backward 8 times more.
 SEGMENT = 8
@@ -71,7 +71,7 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or left_to_autograd(x, 1):
         return contextlib.nullcontext()
-    if saved_tensor_hooks() is not None or in_dispatch_mode() or in_function_mode():
+    if saved_tensor_hooks() is not None or in_function_mode():
         return contextlib.nullcontext()  # backward may run without the mode
     return torch.autograd.graph.saved_tensors_hooks(Saved, Saved.__call__)
 

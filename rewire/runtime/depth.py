@@ -429,6 +429,7 @@ class Depth:
         norm: nn.Module | None = None,
         trunk: int | tuple[int, ...] = 0,
         item: int | None = None,
+        index: int | None = None,
         more: bool = False,
     ) -> Any:
         """The state that the operations behind an add, its *post*, have made of its sum.
@@ -438,6 +439,7 @@ class Depth:
             norm: what reads it first.
             trunk: number of the trunk among the function's; or of several, of which one stream at a time comes here.
             item: which of a tuple's tensors it is.
+            index: which of all that a tuple holds it is.
             more: whether other operations may follow: it is the state if none does.
         """
         numbers = (trunk,) if isinstance(trunk, int) else trunk
@@ -460,7 +462,7 @@ class Depth:
             value, live.apart = live.read(norm), False  # made here: nobody else has projected it
             return part if more else value
 
-        return with_item(state, item, pushed)
+        return with_item(state, item, index, pushed)
 
     def _tensor(self, state: Any) -> Tensor:
         if not isinstance(state, Tensor):

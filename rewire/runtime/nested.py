@@ -82,13 +82,22 @@ def tensors_and_streams(value: Any) -> list[Any]:
     return found
 
 
-def with_item(value: Any, item: int | None, change: Callable[[Any], Any]) -> Any:
-    """``change(value)``; of a tuple or list, if ``item`` is a number, the tensor of that number in it changed."""
-    if item is None or not isinstance(value, (tuple, list)):
+def with_item(value: Any, item: int | None, index: int | None, change: Callable[[Any], Any]) -> Any:
+    """``change(value)``; of a tuple or list with a number, what it says changed.
+
+    Args:
+        value: what is changed.
+        item: number of a tensor in it.
+        index: number of an item in it.
+        change: how.
+    """
+    if not isinstance(value, (tuple, list)) or (item is None and index is None):
         return change(value)
     items = list(value)
-    number = [n for n, part in enumerate(items) if isinstance(part, Tensor)][item]
-    items[number] = change(items[number])
+    if item is not None:
+        index = [n for n, part in enumerate(items) if isinstance(part, Tensor)][item]
+    assert index is not None
+    items[index] = change(items[index])
     return like(value, items)
 
 

@@ -60,10 +60,12 @@ class Push(Open):
     """An expression that makes the state that follows from the last add.
 
     Attributes:
+        index: the same for all that it returns, where nobody saw which are tensors.
         more: whether it may be on the way to that state only: other operations may follow, or not.
         others: numbers of other trunks whose streams pass the expression, one at a time.
     """
 
+    index: int | None = None
     more: bool = False
     others: tuple[int, ...] = ()
 

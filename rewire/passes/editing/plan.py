@@ -31,7 +31,14 @@ from rewire.passes.editing.edits import (
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import assigned, behind, is_conditional, is_one_of_several, only_returned
+from rewire.passes.editing.variables import (
+    assigned,
+    behind,
+    is_conditional,
+    is_one_of_several,
+    only_returned,
+    place_returned,
+)
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
 from rewire.passes.finding.chains import same_size
@@ -187,6 +194,18 @@ class _Planner:
         nodes = text.nodes.get(self.sources.span(scope, op), [])
         return 0 if any(is_one_of_several(text, node) for node in nodes) else None
 
+    def _index_returned(self, op: Op, scope: Scope) -> int | None:
+        """The place of what ``op`` makes among all that a helper returns, by its text; None if that does not say so."""
+        inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+        if inner is None or inner.results:
+            return None
+        try:
+            text = self.sources.text(inner)
+            nodes = text.nodes.get(self.sources.span(inner, op), [])
+        except EditError:
+            return None
+        return place_returned(text, assigned(text, nodes[0])) if nodes else None
+
     def _adds_before(self, scope: Scope) -> int:
         first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
         return sum(add.op.index < first for add in self.adds)
@@ -301,7 +320,9 @@ class _Planner:
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
             if op is add.post[-1]:
-                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
+                index = None if item is None else self._index_returned(op, scope)
+                item = item if index is None else None
+                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index))
             elif same_size(op, add.op) and not inside and not unseen:
                 function.put(("push", at), Push(at, trunk, item=item, more=True))
 

@@ -165,6 +165,17 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and (unpacked or picked)
 
 
+def place_returned(text: Text, name: str | None) -> int | None:
+    """The place of a variable in the tuple that a function returns; None if its returns do not agree on one."""
+    returns = [node.value for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
+    places = {
+        next((n for n, x in enumerate(value.elts) if isinstance(x, ast.Name) and x.id == name), None)
+        for value in returns
+        if isinstance(value, ast.Tuple)
+    }
+    return places.pop() if len(places) == 1 and all(isinstance(value, ast.Tuple) for value in returns) else None
+
+
 def assigned(text: Text, node: ast.AST) -> str | None:
     """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
     statement = text.statement(node)
