@@ -28,7 +28,7 @@ def test_kernels_are_started(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "host.json").read_text())
     plain, ancre, mhc, *others = report["trunks"]
     assert (plain["kernels"], ancre["kernels"]) == (0, 2)  # two sums, and the gradients of two states
-    # Of four sublayers: 4 and 5 from each to the next, and as many for the first read and the last write; and in backward
+    # Of four sublayers: 4 and 5 from each to the next, and as many for the first read and the last write; in backward
     # the three writes between them are made again.
     assert mhc["kernels"] == (3 * 9 + 9 + 3) / 2
     liger = [row["kernels"] > 0 for row in others if row["trunk"] == "mhc, liger-kernel"]

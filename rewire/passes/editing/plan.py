@@ -311,20 +311,20 @@ class _Planner:
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
             trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
+            index = None if item is None else self._index_returned(op, scope)
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
             if op.name in VIEWS and op.scope is scope:
                 function.put(("view", at), View(at, False))
                 continue
+            item = item if index is None else None
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
             if op is add.post[-1]:
-                index = None if item is None else self._index_returned(op, scope)
-                item = item if index is None else None
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index))
             elif same_size(op, add.op) and not inside and not unseen:
-                function.put(("push", at), Push(at, trunk, item=item, more=True))
+                function.put(("push", at), Push(at, trunk, item=item, index=index, more=True))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""

@@ -384,3 +384,29 @@ def test_an_object_where_a_state_was_expected() -> None:
     rewired.layers[1].ln_1 = Wraps()
     with pytest.raises(rewire.OutOfOrder, match=r"'layers\.1' \(.*models.py:\d+\) makes a dict"):
         rewired(vectors())
+
+
+class NormsBeside(nn.Module):
+    """A helper makes the next state, and returns it behind something else, which is or is not a tensor."""
+
+    def __init__(self, count: bool) -> None:
+        super().__init__()
+        self.ln_1, self.mlp, self.ln_2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.count = count
+
+    def beside(self, pair: list[Any]) -> tuple[Any, Tensor]:
+        other, x = pair
+        x = self.ln_2(x)
+        return other, x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.ln_1(x))
+        other, x = self.beside([1 if self.count else x.mean(), x])
+        return x * other
+
+
+@pytest.mark.parametrize("count", [True, False])
+def test_the_state_among_what_a_helper_returns(count: bool) -> None:
+    model = nn.Sequential(*(NormsBeside(count) for _ in range(3)))
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=torch.randn(2, 5, WIDTH))
+    assert "index=1" in rewire.diff(rewired) and len(rewire.connections(rewired)) == 1
