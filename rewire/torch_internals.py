@@ -286,6 +286,13 @@ def is_assertion(target: Any) -> bool:
     return packet is not None and target is packet.default
 
 
+def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Dynamo calls it as it traces. ``torch.compiler.assume_constant_result`` would import the whole of Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def in_higher_order() -> bool:
     """While torch.compile traces, whether that is inside a higher-order operator, as checkpoints are.
 
@@ -297,10 +304,6 @@ def in_higher_order() -> bool:
         return InstructionTranslator.current_tx().output.current_tracer.parent is not None
     except (ImportError, AttributeError):
         return False
-
-
-# What torch.compiler.assume_constant_result does, which imports the whole of Dynamo for it.
-in_higher_order._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -- others -----------------------------------------------------------------------------------------------------------

@@ -180,6 +180,8 @@ class _Region:
 
     def __init__(self, norm: nn.Module, x: Tensor) -> None:
         self.norm, self.x, self.size = norm, Saved(x.detach()), x.numel()
+        self.uses, self.left = 1, 0
+        self.held: Tensor | None = None
         self.memory = x.untyped_storage().data_ptr()
         kind = x.device.type
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -188,7 +190,10 @@ class _Region:
 
     def pack(self, x: Tensor) -> Saved | int:
         if x.numel() < self.size or x.untyped_storage().data_ptr() == self.memory:
-            return Saved(x)
+            kept = Saved(x)
+            if kept.recipe is not None and kept.recipe is self.x.recipe:
+                kept.recipe, self.uses = self.source, self.uses + 1
+            return kept
         self.saved.append((x.shape, x.dtype))
         return len(self.saved) - 1
 
@@ -199,10 +204,19 @@ class _Region:
             self()
         return self.made.pop(saved)
 
+    def source(self) -> Tensor:
+        """``x``, made again once for all that the norm's operations have saved of it."""
+        if self.held is None:
+            self.held, self.left = self.x(), self.uses
+        x, self.left = self.held, self.left - 1
+        if self.left == 0:
+            self.held = None
+        return x
+
     def __call__(self) -> Tensor:
         """What the norm returned."""
         found: list[Tensor] = []
-        x = self.x().detach().requires_grad_()
+        x = self.source().detach().requires_grad_()
         memory = x.untyped_storage().data_ptr()
 
         def keep(saved: Tensor) -> None:
