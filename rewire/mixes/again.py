@@ -176,11 +176,17 @@ def _is_norm(module: Any) -> bool:
 
 
 class _Region:
-    """A norm of ``x``. The large tensors that its operations save are told apart by the order of saving."""
+    """A norm of ``x``. The large tensors that its operations save are told apart by the order of saving.
+
+    Attributes:
+        uses: how often its operations have saved ``x`` itself, where that can be made again.
+        held, left: ``x`` while backward needs it, and how often it still does.
+        saved, made: the other large tensors, as they were; and what was made again and not asked for yet.
+    """
 
     def __init__(self, norm: nn.Module, x: Tensor) -> None:
         self.norm, self.x, self.size = norm, Saved(x.detach()), x.numel()
-        self.uses, self.left = 1, 0
+        self.uses, self.left = 0, 0
         self.held: Tensor | None = None
         self.memory = x.untyped_storage().data_ptr()
         kind = x.device.type
@@ -204,19 +210,19 @@ class _Region:
             self()
         return self.made.pop(saved)
 
-    def source(self) -> Tensor:
-        """``x``, made again once for all that the norm's operations have saved of it."""
+    def source(self, used: int = 1) -> Tensor:
+        """``x``, made again once and held until all that the norm's operations have saved of it was asked for."""
         if self.held is None:
             self.held, self.left = self.x(), self.uses
-        x, self.left = self.held, self.left - 1
-        if self.left == 0:
+        x, self.left = self.held, self.left - used
+        if self.left <= 0:
             self.held = None
         return x
 
     def __call__(self) -> Tensor:
         """What the norm returned."""
         found: list[Tensor] = []
-        x = self.source().detach().requires_grad_()
+        x = self.source(used=0).detach().requires_grad_()
         memory = x.untyped_storage().data_ptr()
 
         def keep(saved: Tensor) -> None:

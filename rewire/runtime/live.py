@@ -141,7 +141,7 @@ class Live:
             value = stream.value()
         elif self.entry is not None and stream.position == self.entry.cut_at:
             value = stream.unread()
-        elif self.entry is not None and self.entry.read_below and self.source is not None and stream.position == 0:
+        elif stream.position == 0 and isinstance(self.source, Tensor) and self.entry and self.entry.read_below:
             value = self.source
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)

@@ -199,6 +199,26 @@ def test_who_keeps_a_detached_read_keeps_nothing_else() -> None:
     assert reads and branches[0]() is None
 
 
+@pytest.mark.parametrize("norm", [Norm, lambda: nn.LayerNorm(WIDTH)])
+def test_reads_are_made_again_once_and_not_kept(norm: Callable[[], nn.Module]) -> None:
+    """However often a norm's operations have saved one, and though what holds its recipe lives on with the loss."""
+    module, x, made = norm(), torch.randn(2, TOKENS, WIDTH, requires_grad=True), list[Any]()
+
+    def read() -> Tensor:
+        result = x.detach() * 2
+        made.append(weakref.ref(result))
+        return result
+
+    with again.sparing(x):
+        value = x * 2
+        again.remember(value, read)
+    loss = again.norm_again(module, value).square().sum()
+    del value
+    loss.backward()
+    gc.collect()
+    assert len(made) == 1 and made[0]() is None and loss.grad_fn is not None
+
+
 def test_memory_is_kept_every_few_units() -> None:
     """Of new streams all but these are freed when the next unit has written."""
     streams, seen = torch.randn(5, 4, WIDTH, requires_grad=True), list[Any]()
