@@ -112,3 +112,20 @@ def test_what_choosing_shows() -> None:
     assert "with `denseformer` or `ancre-ingoing` took 1.24 and 1.27 times as long" in " ".join(new.split())
     ends = [run["loss"] for run in baseline["search"] if run["seed"] == 0]
     assert f"settings below end {max(ends) - min(ends):.2f} nats apart" in " ".join(new.split())
+
+
+def test_what_is_kept_without_checkpointing() -> None:
+    found = json.loads((RESULTS / "memory_plain.json").read_text())
+    table = (ROOT / "docs" / "scale.md").read_text().partition("### Without checkpointing")[2].partition("\n- ")[0]
+    shown = {}
+    for line in (line for line in table.splitlines() if line.startswith("| `")):
+        name, _, kept, peak = (cell.strip() for cell in line.split("|")[1:-1])
+        shown[name.replace("`", "")] = [kept, peak]
+    assert len(shown) > 15
+    for row in found["rows"]:
+        name = ", ".join([row["topology"], *(f"{option}={value}" for option, value in row["options"].items())])
+        if name in shown:
+            numbers = [row[column] for column in ("kept", "extra peak")]
+            cells = [f"{x:.1f} ({x / found['plain']:.0%})".replace("-0.0", "0.0").replace("-0%", "0%") for x in numbers]
+            assert shown.pop(name) == cells, name
+    assert not shown
