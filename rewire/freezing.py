@@ -164,13 +164,12 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
         topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
         most = most_held(old.topology, weights, old.dims)
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
-    layout = Layout(old.trunk, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     used = reaching(digraph(pruned), [pruned.output])
     unused = tuple(t for t in range(1, old.dims.depth + 1) if branch_of(t) not in used)
     counts, states = (edges(program), edges(pruned)), (most, held)
     report = FrozenTrunk(old.trunk, repr(old.topology), counts, states, tuple(dropped), unused)
-    return _Result(layout, constants, report)
+    return _Result(old.of(topology), constants, report)
 
 
 @torch.no_grad()

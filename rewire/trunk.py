@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -31,6 +31,7 @@ class Site:
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
         affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
         in_place: whether these write to the sum.
+        overwritten: whether the next add writes to what these make, in place.
         width: channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
@@ -44,6 +45,7 @@ class Site:
     channel_dim: int = -1
     affine: bool = False
     in_place: bool = False
+    overwritten: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,12 @@ class Trunk:
     def posts(self) -> tuple[int, ...]:
         """Numbers, from 0, of the residual adds whose sum passes a norm or another operation."""
         return tuple(number for number, site in enumerate(self.sites) if site.post)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a `Layout` says of its states, by the names of its arguments."""
+        overwritten = tuple(number for number, site in enumerate(self.sites) if site.overwritten)
+        return {"channel_dim": self.channel_dim, "posts": self.posts, "loops": self.loops, "overwritten": overwritten}
 
     @property
     def blocks(self) -> int:

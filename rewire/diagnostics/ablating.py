@@ -31,7 +31,6 @@ from rewire.diagnostics.recording import (
 from rewire.errors import RewireError, UnsupportedTopology
 from rewire.freezing import constant_program
 from rewire.runtime.connection import Connection, connections
-from rewire.runtime.layout import Layout
 from rewire.topologies.program import Program, branch_of, learned_terms
 
 
@@ -102,8 +101,7 @@ class Trunk:
         name, old = self.layout.trunk, self.layout
         if self.terms is not None:
             topology = self.terms.topology(repr(old.topology))
-            layout = Layout(name, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
-            connections(copied)[name].become(layout)
+            connections(copied)[name].become(old.of(topology))
             self.set({}, copied)
             return
         if not self.refused:

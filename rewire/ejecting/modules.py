@@ -273,6 +273,7 @@ class Module:
             "channel_dim": layout.channel_dim,
             "posts": tuple(sorted(layout.posts)),
             "loops": layout.loops,
+            "overwritten": tuple(sorted(layout.overwritten)),
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"

@@ -120,7 +120,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     topology = placed_topology(topology, [trunk.sites[n].kind for n in _opening(units)])
     attention = _attention_units(trunk, topology, units)
-    return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts, trunk.loops)
+    return Layout(trunk.name, topology, units, trunk.width, attention, **trunk.facts)
 
 
 def _opening(units: Sequence[int]) -> list[int]:

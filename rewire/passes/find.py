@@ -313,7 +313,13 @@ def _agree(evaluation: Finding, training: Finding) -> None:
             for finding in (evaluation, training):
                 finding.chains[name].adds[-1].post = []
         agreed = [
-            dataclasses.replace(mine, post=post, affine=bool(post) and scales, in_place=mine.in_place or yours.in_place)
+            dataclasses.replace(
+                mine,
+                post=post,
+                affine=bool(post) and scales,
+                in_place=mine.in_place or yours.in_place,
+                overwritten=mine.overwritten and yours.overwritten,  # where one mode makes nothing, that was looked at
+            )
             for (mine, yours), post, scales in zip(sites, posts, affine, strict=True)
         ]
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
@@ -331,6 +337,8 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         sites = _of_one_mind(chain, [_site(flow, add, patterns) for add in chain.adds])
+        for number, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
+            sites[number] = dataclasses.replace(sites[number], overwritten=overwritten(flow, add.post, behind))
         if len(sites) == 1:
             left.append(LeftAlone(sites[0].name, SINGLE, *written_at(chain.adds[0].op.place)))
         else:
@@ -390,6 +398,12 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site
+
+
+def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:
+    """Whether an add writes to what these operations have made, in place."""
+    writes = any(op in flow.held for op in (add.op, *add.op.inputs) if op.place == add.op.place)
+    return writes and add.shortcut in made and add.op.inputs[0] is add.shortcut
 
 
 def _readers(flow: Flow, state: Op) -> Iterator[Op]:

@@ -25,7 +25,6 @@ from rewire.passes.validating.tensors import described, finite, relative_error, 
 from rewire.passes.validating.wired import wired
 from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
-from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
 
@@ -209,8 +208,7 @@ def with_plain_connections(rewired: nn.Module) -> nn.Module:
         old, sites = connection.layout, range(len(connection.layout.units))
         separate = [site + 1 for site in sites if old.reads_qkv(site)]
         units = [site + 1 for site in sites]
-        more = old.channel_dim, old.posts, old.loops
-        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, *more))
+        connection.become(old.of(Residual(), units, separate))
     return plain
 
 

@@ -393,9 +393,10 @@ class Depth:
         if live is None:
             raise OutOfOrder(
                 f"a residual add of block '{self.block}' ({self.where}) has another shortcut than the value "
-                "of its residual stream: something between the adds made a new tensor of it in this call, or the "
-                "state came in an object that rewire does not look into. Hand it on as a tensor, or leave the trunk "
-                f"out with trunks=[...].{self.advice}"
+                "of its residual stream: something between the adds made a new tensor of it in this call; or the "
+                "state came in an object that rewire does not look into: hand it on as a tensor; or the add writes in "
+                "place to what came in, where operations made a new tensor of that when the model was rewired: write "
+                f"`x = x + f`. To leave the trunk out: trunks=[...].{self.advice}"
             )
         return live, before
 

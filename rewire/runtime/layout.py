@@ -28,6 +28,7 @@ class Layout:
         channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
         posts: sites whose sum passes a norm or another operation before it is the new state.
         loops: see `Trunk.loops`.
+        overwritten: those of ``posts`` whose result the next residual add writes to in place.
 
     Attributes:
         posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
@@ -51,16 +52,23 @@ class Layout:
         channel_dim: int = -1,
         posts: Collection[int] = (),
         loops: Sequence[tuple[int, int, int]] = (),
+        overwritten: Collection[int] = (),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
         self.posts = frozenset(posts) - ({len(units) - 1} if as_recurrence(topology) is None else set())
         self.loops = tuple(loops)
+        self.overwritten = frozenset(overwritten)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
+
+    def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
+        """The same trunk with another topology."""
+        kept = self.channel_dim, self.posts, self.loops, self.overwritten
+        return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
 
     @property
     def recurrence(self) -> Recurrence:

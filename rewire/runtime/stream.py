@@ -86,10 +86,12 @@ class Post:
         reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
             sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
             it writes.
+        ran: whether the post has made a tensor of the sum already.
     """
 
     sum: Tensor
     reading: Reading | None = None
+    ran: bool = False
 
 
 @dataclasses.dataclass(eq=False)  # nobody changes one; frozen, it would take three times as long to make
@@ -379,11 +381,12 @@ class Stream(TensorLike):
         """The stream after operations behind an add made ``state`` of its sum; ``more``: others may follow.
 
         Raises:
-            UnsupportedCall: gradients do not pass from the one to the other.
+            UnsupportedCall: gradients do not pass from the one to the other; or the next add writes to the sum in
+                place, and wrote to a tensor that the post had made when the model was rewired.
         """
-        self._check_passes(state)
+        ran = self._check_passes(state)
         if more:
-            return self._with(self.states, Post(self._in(state), self.reading))
+            return self._with(self.states, Post(self._in(state), self.reading, ran))
         if self.reading is not None:
             return self._with(self.states, self.reading)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
@@ -397,11 +400,14 @@ class Stream(TensorLike):
         """The stream, where no operation of the post ran: then the sum is the state."""
         return self.push(self.held.sum) if isinstance(self.held, Post) else self
 
-    def _check_passes(self, state: Tensor) -> None:
+    def _check_passes(self, state: Tensor) -> bool:
         """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
 
+        Returns:
+            Whether the state is another tensor than the sum.
+
         Raises:
-            UnsupportedCall: it does.
+            UnsupportedCall: see `push`.
         """
         assert isinstance(self.held, Post)
         if not passes(self.held.sum, state):
@@ -411,6 +417,15 @@ class Stream(TensorLike):
                 "would not be cut. Cut them in front of the trunk or behind it, or leave the trunk out with "
                 "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
             )
+        ran = self.held.ran or state is not self.held.sum
+        if not ran and self.position - 1 in self.layout.overwritten:
+            raise UnsupportedCall(
+                f"trunk '{self.layout.trunk}': residual add {self.position + 1} writes to the state in place "
+                "(`x += f`), and the operations that made a new tensor in front of it when the model was rewired do "
+                f"not run in this call: other variables may hold the state of residual add {self.position}. Write "
+                "`x = x + f` there."
+            )
+        return ran
 
     def skipped(self, position: int) -> Stream:
         """The stream before a later residual add: those between did not run, and add nothing.

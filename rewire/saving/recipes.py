@@ -30,7 +30,7 @@ from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.registry import named_topology, topology_in
-from rewire.trunk import Loops, Trunk
+from rewire.trunk import Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
 EXTRA_STATE = "._extra_state"
@@ -179,16 +179,14 @@ def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
 
-def layout_of(
-    path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = (), loops: Loops = ()
-) -> Layout:
+def layout_of(path: str, recipe: Any, trunk: str, **facts: Any) -> Layout:
     """The layout that a recipe describes.
 
     Args:
         path: of the connection, for messages.
         recipe: as it was read.
         trunk: its name.
-        channel_dim, posts, loops: of the trunk.
+        facts: `Trunk.facts`, if the trunk is known.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.
@@ -209,7 +207,7 @@ def layout_of(
     try:
         topology = named_topology(name, options)
         _check_switches(topology)
-        return Layout(trunk, topology, units, width, attention, channel_dim, posts, loops)
+        return Layout(trunk, topology, units, width, attention, **facts)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
     except Exception as error:  # whatever a topology does with options that it was not written for
@@ -284,7 +282,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
-    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts, trunk.loops)
+    layout = layout_of(path, recipe, trunk.name, **trunk.facts)
     width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:

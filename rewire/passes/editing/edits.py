@@ -47,12 +47,14 @@ class Open:
         trunk: number of the trunk among those of the function.
         norm: what reads the value first.
         item: of a call that returns several tensors, the number of the one that it is.
+        overwritten: whether the first add writes to it in place.
     """
 
     at: Span
     trunk: int = 0
     norm: Written | None = None
     item: int | None = None
+    overwritten: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

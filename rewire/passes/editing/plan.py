@@ -39,7 +39,7 @@ from rewire.passes.editing.variables import (
     only_returned,
     place_returned,
 )
-from rewire.passes.find import Finding
+from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
 from rewire.passes.finding.chains import same_size
 from rewire.passes.finding.flow import Op, Scope
@@ -161,7 +161,8 @@ class _Planner:
                     "between two residual adds"
                 )
             norm = self._norm(scope, start, value)
-            function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
+            item, over = self._number_made(value, scope), overwritten(self.flow, [value], self.adds[0])
+            function.put(("open", at), Open(at, number, norm, item, over))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
@@ -322,7 +323,7 @@ class _Planner:
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
             if op is add.post[-1]:
-                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index))
+                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index=index))
             elif same_size(op, add.op) and not inside and not unseen:
                 function.put(("push", at), Push(at, trunk, item=item, index=index, more=True))
 

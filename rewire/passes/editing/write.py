@@ -224,8 +224,8 @@ class _Editor:
         around = None if node is None else on_one_way(self.text, node, others)
         if name is None or around is None:
             return []
-        trunk = f", trunk={edit.trunk}" if edit.trunk else ""
-        call = f"reach({name})" if isinstance(edit, Push) else f"open({name}{trunk})"
+        how = f", trunk={edit.trunk}" * bool(edit.trunk) + ", begin=False" * edit.overwritten  # who holds it is unknown
+        call = f"reach({name})" if isinstance(edit, Push) else f"open({name}{how})"
         return self._line_behind(around, f"{name} = {self.depth}.{call}")
 
     def _made(self, method: str, edit: Open) -> list[Change]:

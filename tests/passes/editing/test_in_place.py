@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
 from written_nets import BODY, assert_right, written_input, written_net
 
 import rewire
@@ -61,3 +64,28 @@ def test_what_the_caller_of_a_block_holds_is_refused(body: str) -> None:
 )
 def test_what_nothing_else_reads_is_right(block: str, adds: int) -> None:
     assert_right(written_net(block, f"x = x * 1\n{BODY}"), adds)
+
+
+KEPT = "x = x * 1\nstates = [x]\nfor block in self.blocks:\n    x = block(x)\n    states.append(x)\nx = sum(states)"
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("if self.on:\n    x = x * 2\nx += self.f(x.clone())", "x = x \\+ f"),
+        ("if self.on:\n    x = x * 2\nx[:, 1:] += self.f(x[:, 1:].clone())", "x = x \\+ f"),
+        ("x = x * 2 if self.on else x\nx += self.f(x.clone())", "residual add 2 writes to the state in place"),
+        ("if self.on:\n    x = x * 2\nx = x + self.f(x.clone())", None),
+    ],
+)
+def test_a_call_in_which_no_new_tensor_is_made_in_front(block: str, found: str | None) -> None:
+    """Whoever holds the state sees what is added to it then, and nothing has looked for such names."""
+    net = written_net(f"{block}\nreturn x", KEPT)
+    for part in net.blocks:
+        part.on = True
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(written_input(),))
+    for part in (*net.blocks, *rewired.blocks):
+        part.on = False
+    with contextlib.nullcontext() if found is None else pytest.raises(rewire.RewireError, match=found):
+        given = written_input()
+        torch.testing.assert_close(rewired(given), net(given))
