@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -14,15 +14,22 @@ from torch.autograd.function import FunctionCtx
 USE = "use torch.utils.checkpoint.checkpoint(.., use_reentrant=False), or set the flag that the model has for it"
 _OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _EDITED = " (rewired "
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _forwards() -> set[CodeType | None]:
+    """The code of the forward of each autograd function: ``apply``, which calls it, has no frame from torch 2.14 on."""
+    classes: list[type] = [torch.autograd.Function]
+    for known in classes:
+        classes += known.__subclasses__()
+    return {getattr(getattr(known, "forward", None), "__code__", None) for known in classes}
 
 
 def where_reentrant() -> str:
     """The call of the autograd function that is running, as a sentence; empty if there is none."""
     frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
-    inside = False
+    inside, forwards = False, _forwards()
     while frame is not None:
-        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx) or frame.f_code is _APPLY
+        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx) or frame.f_code in forwards
         inside = inside or function
         if inside and not function and not frame.f_code.co_filename.startswith(_OTHERS):
             file, edited, _ = frame.f_code.co_filename.partition(_EDITED)
