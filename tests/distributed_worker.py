@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker import errors, in_seconds, kept, mine, play, refuses
 
 import rewire
@@ -89,6 +91,51 @@ def fsdp() -> None:
     assert weights and all(isinstance(p, DTensor) for p in weights)
     assert "enter(" in rewire.source(sharded, "layers.0")
     compare(expected, train(sharded, mine(batch(torch.float32))), 1e-5)
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of each all-gather and reduce-scatter, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[int] = []
+        self.reduced: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            self.gathered.append(args[0].nbytes)
+        if "reduce_scatter" in str(func):
+            self.reduced.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def fsdp_collectives() -> None:
+    """Connections of a group of their own are gathered once a micro-batch; of the model's, as its other weights."""
+    x = mine(batch(torch.float32))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def seen(model: nn.Module) -> Collectives:
+        model(x)  # compares recipes
+        with Collectives() as collectives:
+            model(x).float().square().mean().backward()
+        return collectives
+
+    for key, mixed_precision in (("ancre-ingoing", None), ("mhc", None), ("mhc", policy)):
+        plain = seen(shard(Stack(PreNorm), mixed_precision))
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        own = seen(shard(copy.deepcopy(model), mixed_precision))
+        padded = sum(2 * math.ceil(len(p) / 2) * p[0].nbytes for p in rewire.connections(model)["layers"].parameters())
+        assert [len(own.gathered), sum(own.gathered)] == [len(plain.gathered) + 1, sum(plain.gathered) + padded]
+        assert len(own.reduced) == len(plain.reduced) + 1
+        if mixed_precision is None:
+            within = seen(shard(model, own_group=False))
+            assert len(within.gathered) == len(plain.gathered) and len(within.reduced) == len(plain.reduced)
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    (connection,) = rewire.connections(model).values()
+    fully_shard([connection, model.out], mesh=init_device_mesh("cpu", (2,)))  # whose weights backward needs
+    compare(expected, train(shard(model, own_group=False), x), 1e-5)
 
 
 def fsdp_hooks() -> None:
