@@ -12,9 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, LEARNED, mixed
+from every_topology import compiled as compiled_by_key
 from mixing import shaken
 from models import PreNorm, Stack
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -277,8 +279,6 @@ def fsdp_checkpointed() -> None:
 
 def fsdp_resume() -> None:
     """A distributed checkpoint of the whole state dict, recipe included, loads into one process."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     sharded = shard(make())
     train(sharded, mine(batch(torch.float32)))
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -290,6 +290,24 @@ def fsdp_resume() -> None:
         with torch.no_grad():
             torch.testing.assert_close(single(batch(torch.float32)), expected)
     dist.barrier()
+
+
+def fsdp_loads_whole() -> None:
+    """Whole weights of a plain model, and of a rewired one, that one rank has read; into a model made on meta."""
+    torch.manual_seed(0)
+    plain = Stack(PreNorm)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for key in ("ancre-ingoing", "mhc", "dca"):
+        start = compiled_by_key(copy.deepcopy(plain), key, validate=False)
+        moved = shaken(copy.deepcopy(start), 0.2, 7)
+        for given, expected in ((plain, start), (moved, moved)):
+            model = shard(copy.deepcopy(start).to("meta"))
+            model.to_empty(device="cpu")
+            for connection in rewire.connections(model).values():
+                connection.reset_parameters()
+            set_model_state_dict(model, given.state_dict() if dist.get_rank() == 0 else {}, options=options)
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch(torch.float32)), expected(batch(torch.float32)))
 
 
 def sharded_before() -> None:

@@ -139,9 +139,16 @@ def stages_of(schedule: type, stages: int) -> list[int]:
     return [rank, stages - 1 - rank] if schedule is ScheduleZBVZeroBubble else list(range(rank, stages, ranks))
 
 
-def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 1, dtype: Any = torch.float64) -> Any:
+def step(
+    schedule: type,
+    parts: dict[int, nn.Module],
+    stages: int,
+    steps: int = 1,
+    dtype: Any = torch.float64,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     """Forward and backward of the batch, in micro-batches."""
-    made: Any = [PipelineStage(part, number, stages, CPU) for number, part in parts.items()]
+    made: Any = [PipelineStage(part, number, stages, CPU, group=group) for number, part in parts.items()]
     several = schedule not in (ScheduleGPipe, Schedule1F1B)
     runner = schedule(made if several else made[0], MICRO_BATCHES, loss_fn=loss)
     for _ in range(steps):
@@ -298,6 +305,31 @@ def sharded() -> None:
             # In bfloat16 a scale's gradient, a sum of much that cancels, is off by 0.10 in one process, too.
             assert max(found.values()) < (1e-6 if policy.param_dtype is None else 0.15), (key, policy, found)
             assert (stage.is_last and key == "ancre-ingoing") or any("depth_connections" in name for name in grads)
+
+
+def zero_bubble_sharded() -> None:
+    """Stages that are one FSDP group each. With groups of their own, torch loses blocks' gradients, of plain models."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    for key, blocks in ((None, True), ("ancre-ingoing", False), ("hc-dynamic", False)):
+        torch.manual_seed(0)
+        model = Model(4) if key is None else make(key, dtype=torch.float32)
+        expected = gradients(copy.deepcopy(model))
+        parts = {number: cut(model, number, 4) for number in (rank, rank + 2)}
+        for part in parts.values():
+            if key is not None:
+                rewire.pipeline_stage(part)
+            for layer in part.layers.values() if blocks else ():
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(part, mesh=mesh["dp"])
+        step(ScheduleInterleavedZeroBubble, parts, 4, dtype=torch.float32, group=group)
+        found = {name: p.grad for part in parts.values() for name, p in part.named_parameters()}
+        if blocks:  # once none is lost, `rewire.titan` need not refuse it
+            assert any(grad is None for grad in found.values()) == (rank == 1)
+            continue
+        grads = {name: full(grad) for name, grad in found.items() if grad is not None}
+        assert max(errors({name: expected[name] for name in grads}, grads).values()) < 1e-4, key
+        assert grads.keys() == found.keys(), key
 
 
 def tensor_parallel(part: Any, tp: DeviceMesh, local: bool) -> None:
