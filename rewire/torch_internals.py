@@ -86,6 +86,16 @@ def gather_for_forward_only(module: nn.Module) -> None:
         module.set_unshard_in_backward(False)  # type: ignore[operator]
 
 
+def has_groups_inside(module: nn.Module) -> bool:
+    """Whether FSDP2 has groups of weights for modules in this one."""
+    return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules() if inner is not module)
+
+
+def is_executed(node: Any) -> bool:
+    """In backward: whether a node of its graph runs, or only gradients of some other tensors are asked for."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks

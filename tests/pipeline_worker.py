@@ -332,6 +332,25 @@ def zero_bubble_sharded() -> None:
         assert grads.keys() == found.keys(), key
 
 
+def two_passes_in_groups() -> None:
+    """What loses gradients is refused, by each rank that runs it: the first pass alone shows it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for key in ("ancre-ingoing", "hc-dynamic"):
+        first, last = (cut(make(key), number, 2) for number in range(2))
+        for part in (first, last):
+            rewire.pipeline_stage(part)
+        (message,) = first(tokens())
+        message = message.detach().requires_grad_()
+        for connection in rewire.connections(last).values():
+            fully_shard(connection, mesh=mesh)
+        for layer in last.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(last, mesh=mesh)
+        last(message).sum().backward()
+        with pytest.raises(rewire.UnsupportedCall, match="FSDP2 has groups of weights inside this stage"):
+            torch.autograd.grad(last(message).sum(), message)
+
+
 def tensor_parallel(part: Any, tp: DeviceMesh, local: bool) -> None:
     """Tensor and sequence parallelism. Hidden states are plain tensors, or DTensors with ``local=False``."""
     whole: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}

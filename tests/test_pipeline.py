@@ -87,7 +87,7 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
-    run(tmp_path, 2, "first_of_all", "out_of_turn", "messages")
+    run(tmp_path, 2, "first_of_all", "out_of_turn", "messages", "two_passes_in_groups")
 
 
 @pytest.mark.slow
