@@ -37,7 +37,7 @@ from rewire.torch_internals import (
     forward_hooks,
     forward_pre_hooks,
     has_groups_inside,
-    is_executed,
+    is_first_of_two,
     pytree,
 )
 
@@ -342,7 +342,7 @@ class Boundary:
     def stream(self, message: Any, kept: deque[Kept] | None = None, in_groups: bool = False) -> Stream:
         """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it.
 
-        With ``in_groups``, backward refuses to compute some gradients and not all.
+        With ``in_groups``, backward refuses to compute gradients in two passes.
         """
         record = None if kept is None else self._taken(kept)
 
@@ -554,7 +554,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.witness is not None and not is_executed(ctx.witness):
+        if ctx.witness is not None and is_first_of_two(ctx.witness):
             raise UnsupportedCall(
                 "the schedule computes gradients of inputs and of weights in two passes, and FSDP2 has groups of "
                 "weights inside this stage: torch 2.13 loses their gradients then, those of plain models, too. Call "

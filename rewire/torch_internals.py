@@ -91,9 +91,10 @@ def has_groups_inside(module: nn.Module) -> bool:
     return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules() if inner is not module)
 
 
-def is_executed(node: Any) -> bool:
-    """In backward: whether a node of its graph runs, or only gradients of some other tensors are asked for."""
-    return torch._C._will_engine_execute_node(node)
+def is_first_of_two(node: Any) -> bool:
+    """In backward: whether it leaves ``node``, of its graph, to another pass, as it is to keep the graph."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps and not torch._C._will_engine_execute_node(node)
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:

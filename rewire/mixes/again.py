@@ -242,8 +242,8 @@ class _Region:
             result = self.norm(x)
         if [(y.shape, y.dtype) for y in found] != self.saved:
             raise RuntimeError(
-                f"{self.norm} saves other tensors when it runs again for backward than it did before: "
-                "what its forward depends on has changed since. Change it after backward."
+                f"{getattr(self.norm, '__qualname__', 'a norm')} saves other tensors when it runs again for backward "
+                "than it did before: what its forward depends on has changed since. Change it after backward."
             )
         self.made = dict(enumerate(found))
         return result.detach()
