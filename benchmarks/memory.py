@@ -49,6 +49,7 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
     *((name, options) for name in ("ancre-ingoing", "denseformer") for options in GROUPS),
     *((name, options) for name in ("grn-v1", "grn-v2", "grn-v3", "dca") for options in (*GROUPS, {"last": 4})),
     *((name, options) for name in ("attnres", "muddformer") for options in GROUPS),
+    *((name, {}) for name in ("hc-dynamic", "mhc")),
 ]
 
 

@@ -6,8 +6,8 @@ The models are built on the meta device at their real sizes and rewired; `rewire
 crosses each boundary, tensor by tensor. From that, the sizes of the cluster and one formula for the work of a stage,
 follow: bytes per boundary and micro-batch, their time at the bandwidth of one 400 Gb/s link for each GPU, the share of
 a micro-batch's computation that this is if nothing overlaps, what the stages keep of what they were sent and of their
-weights for each micro-batch in flight, and the receive buffers of torch's stages, one for each micro-batch and way.
-No time is measured.
+weights for each micro-batch in flight, the receive buffers of torch's stages, one for each micro-batch and way, and
+what checkpoints around layers keep on the first stage. No time is measured.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from rewire.runtime.connection import Connection
 
 LINK = 50e9  # bytes/s of one 400 Gb/s link
 WORK = 400e12  # operations/s of one GPU: Llama 3's 405B in bfloat16, arXiv 2407.21783, Table 4
+DENSE: list[dict[str, Any]] = [{}, {"sources": ["x0", 20, 40, 60]}, {"block": 8}]
 TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
     ("residual", {}),
-    *((name, options) for name in ("ancre-ingoing", "grn-v3", "dca", "muddformer") for options in ({}, {"block": 8})),
+    *((name, options) for name in ("ancre-ingoing", "grn-v3", "dca", "muddformer") for options in DENSE),
     *(("attnres", options) for options in ({}, {"block": 16})),
     ("hc-dynamic", {}),
     ("mhc", {}),
@@ -121,6 +122,13 @@ def crossing(connection: Connection, cuts: Sequence[int]) -> list[int]:
     return found
 
 
+def checkpointed(connection: Connection, layers: int) -> int:
+    """Bytes for each token that checkpoints around the first layers keep in bfloat16: what these take, each once."""
+    streams = outline(connection, [2 * number for number in range(layers)])
+    tensors = pytree.tree_leaves([s.states if isinstance(s, History) else s for x in streams for s in x.states])
+    return sum({id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
 def row(cluster: Cluster, name: str, options: dict[str, Any]) -> dict[str, Any]:
     model = cluster.model()
     seconds = cluster.forward_seconds(model)
@@ -146,6 +154,7 @@ def row(cluster: Cluster, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "forward_seconds_of_a_stage": seconds,
         "share": sent / LINK / seconds,
         "bytes_per_step": 2 * cluster.micro_batches * sent,
+        "checkpointed_bytes": cluster.pipeline * checkpointed(connection, cluster.cuts()[0]) * cluster.tokens,
         "kept_bytes": max(n * (message + own) for n, message in zip(in_flight, messages, strict=True)),
     }
 
@@ -163,6 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "a step",
         "kept",
         "torch's buffers",
+        "checkpoints",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for r in rows:
@@ -173,7 +183,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {r['own_bytes'] / 1e6:,.1f} MB "
             f"| {r['bytes'] / 1e6:,.0f} MB | {1e3 * r['seconds']:.1f} ms | {r['share']:.0%} "
             f"| {r['bytes_per_step'] / 1e9:,.1f} GB | {r['kept_bytes'] / 1e9:.2f} GB "
-            f"| {r['buffer_bytes'] / 1e9:.1f} GB |"
+            f"| {r['buffer_bytes'] / 1e9:.1f} GB | {r['checkpointed_bytes'] / 1e9:.1f} GB |"
         )
     return "\n".join(lines)
 

@@ -31,7 +31,15 @@ from rewire.runtime.gate import Gate
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.runtime.stream import Stream
-from rewire.torch_internals import casts_inputs, children_of, forward_hooks, forward_pre_hooks, pytree
+from rewire.torch_internals import (
+    casts_inputs,
+    children_of,
+    forward_hooks,
+    forward_pre_hooks,
+    has_groups_inside,
+    is_first_of_two,
+    pytree,
+)
 
 H = TypeVar("H")
 
@@ -246,7 +254,13 @@ class _Leaves(_Crossing):
 
 
 class _Enters(_Crossing):
-    """Forward pre-hook: the tensor that comes from the stage before, the first argument, becomes a stream."""
+    """Forward pre-hook: the tensor that comes from the stage before, the first argument, becomes a stream.
+
+    Attributes:
+        in_groups: whether FSDP2 has groups of weights inside the stage; None until it is called.
+    """
+
+    in_groups: bool | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         boundary = self.boundary
@@ -263,7 +277,9 @@ class _Enters(_Crossing):
                 f"the mixed precision of this stage of trunk '{boundary.name}' would cast connection weights that come "
                 "with the stream: the policy of a whole stage needs cast_forward_inputs=False."
             )
-        return (boundary.stream(args[0], self.kept), *args[1:])
+        if self.in_groups is None:
+            self.in_groups = has_groups_inside(module)
+        return (boundary.stream(args[0], self.kept, self.in_groups), *args[1:])
 
 
 class Boundary:
@@ -323,8 +339,11 @@ class Boundary:
         message: Tensor = _Hand.apply(self, record, *held)
         return stream.placement.wrapped(message) if stream.placement is not None else message
 
-    def stream(self, message: Any, kept: deque[Kept] | None = None) -> Stream:
-        """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it."""
+    def stream(self, message: Any, kept: deque[Kept] | None = None, in_groups: bool = False) -> Stream:
+        """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it.
+
+        With ``in_groups``, backward refuses to compute gradients in two passes.
+        """
         record = None if kept is None else self._taken(kept)
 
         def resumed(message: Any) -> Stream:
@@ -333,7 +352,8 @@ class Boundary:
                 local = message.to_local()
                 placement = Placement.of_tokens(message, torch.Size([*local.shape[:-1], self.message.last(local)]))
             own = self.connection.learned(placement)
-            held = _Take.apply(self, record, local, *own.values())
+            witness = torch.zeros((), requires_grad=True).exp() if in_groups else None
+            held = _Take.apply(self, record, local, witness, *own.values())
             states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
             learned = dict(zip([*self.weights, *own], held[len(self.states) :], strict=True))
             return self.connection.resume(states, learned, self.position, placement)
@@ -509,8 +529,11 @@ class _Take(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, boundary: Boundary, kept: Kept | None, message: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, boundary: Boundary, kept: Kept | None, message: Tensor, witness: Tensor | None, *own: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.boundary, ctx.grads = boundary, [] if kept is None else kept.grads
+        ctx.witness = None if witness is None else witness.grad_fn
         ctx.set_materialize_grads(False)
         crossed, needed = iter(boundary.message.parts(message)), ctx.needs_input_grad[2]
         held, learn = [], []
@@ -531,6 +554,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.witness is not None and is_first_of_two(ctx.witness):
+            raise UnsupportedCall(
+                "the schedule computes gradients of inputs and of weights in two passes, and FSDP2 has groups of "
+                "weights inside this stage: torch 2.13 loses their gradients then, those of plain models, too. Call "
+                "fully_shard on the stage alone, or take a schedule with one pass, such as Interleaved1F1B."
+            )
         crossed = []
         for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):
             if number is None:
@@ -538,7 +567,7 @@ class _Take(torch.autograd.Function):
             else:
                 ctx.grads[number] = grad
         message = ctx.boundary.message.packed(crossed) if ctx.needs_input_grad[2] else None
-        return None, None, message, *grads[len(ctx.boundary.known) :]
+        return None, None, message, None, *grads[len(ctx.boundary.known) :]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -191,8 +191,7 @@ def _shard(
     if dims is not None:
         options["dp_mesh_dims"] = dims
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-    # Weights are copied when the stream begins: nothing needs to be gathered again for backward.
-    fully_shard(connection, mesh=mesh, mp_policy=policy, reshard_after_forward=False, **options)
+    fully_shard(connection, mesh=mesh, mp_policy=policy, **options)
     disable_fsdp_gradient_division(connection)
 
 

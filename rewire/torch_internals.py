@@ -79,6 +79,24 @@ def casts_inputs(module: nn.Module) -> bool:
     return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
 
 
+def gather_for_forward_only(module: nn.Module) -> None:
+    """Have FSDP2 gather a module's weights once a forward, not for backward, too, if it has a group to itself."""
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    if state_of is not None and all(group.modules == (module,) for group in state_of()._fsdp_param_groups):
+        module.set_unshard_in_backward(False)  # type: ignore[operator]
+
+
+def has_groups_inside(module: nn.Module) -> bool:
+    """Whether FSDP2 has groups of weights for modules in this one."""
+    return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules() if inner is not module)
+
+
+def is_first_of_two(node: Any) -> bool:
+    """In backward: whether it leaves ``node``, of its graph, to another pass, as it is to keep the graph."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps and not torch._C._will_engine_execute_node(node)
+
+
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +12,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, LEARNED, mixed
+from every_topology import compiled as compiled_by_key
 from mixing import shaken
 from models import PreNorm, Stack
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker import errors, in_seconds, kept, mine, play, refuses
 
 import rewire
@@ -89,6 +93,51 @@ def fsdp() -> None:
     assert weights and all(isinstance(p, DTensor) for p in weights)
     assert "enter(" in rewire.source(sharded, "layers.0")
     compare(expected, train(sharded, mine(batch(torch.float32))), 1e-5)
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of each all-gather and reduce-scatter, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[int] = []
+        self.reduced: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in str(func):
+            self.gathered.append(args[0].nbytes)
+        if "reduce_scatter" in str(func):
+            self.reduced.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def fsdp_collectives() -> None:
+    """Connections of a group of their own are gathered once a micro-batch; of the model's, as its other weights."""
+    x = mine(batch(torch.float32))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def seen(model: nn.Module) -> Collectives:
+        model(x)  # compares recipes
+        with Collectives() as collectives:
+            model(x).float().square().mean().backward()
+        return collectives
+
+    for key, mixed_precision in (("ancre-ingoing", None), ("mhc", None), ("mhc", policy)):
+        plain = seen(shard(Stack(PreNorm), mixed_precision))
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        own = seen(shard(copy.deepcopy(model), mixed_precision))
+        padded = sum(2 * math.ceil(len(p) / 2) * p[0].nbytes for p in rewire.connections(model)["layers"].parameters())
+        assert [len(own.gathered), sum(own.gathered)] == [len(plain.gathered) + 1, sum(plain.gathered) + padded]
+        assert len(own.reduced) == len(plain.reduced) + 1
+        if mixed_precision is None:
+            within = seen(shard(model, own_group=False))
+            assert len(within.gathered) == len(plain.gathered) and len(within.reduced) == len(plain.reduced)
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    (connection,) = rewire.connections(model).values()
+    fully_shard([connection, model.out], mesh=init_device_mesh("cpu", (2,)))  # whose weights backward needs
+    compare(expected, train(shard(model, own_group=False), x), 1e-5)
 
 
 def fsdp_hooks() -> None:
@@ -230,8 +279,6 @@ def fsdp_checkpointed() -> None:
 
 def fsdp_resume() -> None:
     """A distributed checkpoint of the whole state dict, recipe included, loads into one process."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     sharded = shard(make())
     train(sharded, mine(batch(torch.float32)))
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -243,6 +290,24 @@ def fsdp_resume() -> None:
         with torch.no_grad():
             torch.testing.assert_close(single(batch(torch.float32)), expected)
     dist.barrier()
+
+
+def fsdp_loads_whole() -> None:
+    """Whole weights of a plain model, and of a rewired one, that one rank has read; into a model made on meta."""
+    torch.manual_seed(0)
+    plain = Stack(PreNorm)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for key in ("ancre-ingoing", "mhc", "dca"):
+        start = compiled_by_key(copy.deepcopy(plain), key, validate=False)
+        moved = shaken(copy.deepcopy(start), 0.2, 7)
+        for given, expected in ((plain, start), (moved, moved)):
+            model = shard(copy.deepcopy(start).to("meta"))
+            model.to_empty(device="cpu")
+            for connection in rewire.connections(model).values():
+                connection.reset_parameters()
+            set_model_state_dict(model, given.state_dict() if dist.get_rank() == 0 else {}, options=options)
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch(torch.float32)), expected(batch(torch.float32)))
 
 
 def sharded_before() -> None:

@@ -139,9 +139,16 @@ def stages_of(schedule: type, stages: int) -> list[int]:
     return [rank, stages - 1 - rank] if schedule is ScheduleZBVZeroBubble else list(range(rank, stages, ranks))
 
 
-def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 1, dtype: Any = torch.float64) -> Any:
+def step(
+    schedule: type,
+    parts: dict[int, nn.Module],
+    stages: int,
+    steps: int = 1,
+    dtype: Any = torch.float64,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     """Forward and backward of the batch, in micro-batches."""
-    made: Any = [PipelineStage(part, number, stages, CPU) for number, part in parts.items()]
+    made: Any = [PipelineStage(part, number, stages, CPU, group=group) for number, part in parts.items()]
     several = schedule not in (ScheduleGPipe, Schedule1F1B)
     runner = schedule(made if several else made[0], MICRO_BATCHES, loss_fn=loss)
     for _ in range(steps):
@@ -298,6 +305,51 @@ def sharded() -> None:
             # In bfloat16 a scale's gradient, a sum of much that cancels, is off by 0.10 in one process, too.
             assert max(found.values()) < (1e-6 if policy.param_dtype is None else 0.15), (key, policy, found)
             assert (stage.is_last and key == "ancre-ingoing") or any("depth_connections" in name for name in grads)
+
+
+def zero_bubble_sharded() -> None:
+    """Stages that are one FSDP group each. With groups of their own, torch loses blocks' gradients, of plain models."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    for key, blocks in ((None, True), ("ancre-ingoing", False), ("hc-dynamic", False)):
+        torch.manual_seed(0)
+        model = Model(4) if key is None else make(key, dtype=torch.float32)
+        expected = gradients(copy.deepcopy(model))
+        parts = {number: cut(model, number, 4) for number in (rank, rank + 2)}
+        for part in parts.values():
+            if key is not None:
+                rewire.pipeline_stage(part)
+            for layer in part.layers.values() if blocks else ():
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(part, mesh=mesh["dp"])
+        step(ScheduleInterleavedZeroBubble, parts, 4, dtype=torch.float32, group=group)
+        found = {name: p.grad for part in parts.values() for name, p in part.named_parameters()}
+        if blocks:  # once none is lost, `rewire.titan` need not refuse it
+            assert any(grad is None for grad in found.values()) == (rank == 1)
+            continue
+        grads = {name: full(grad) for name, grad in found.items() if grad is not None}
+        assert max(errors({name: expected[name] for name in grads}, grads).values()) < 1e-4, key
+        assert grads.keys() == found.keys(), key
+
+
+def two_passes_in_groups() -> None:
+    """What loses gradients is refused, by each rank that runs it: the first pass alone shows it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for key in ("ancre-ingoing", "hc-dynamic"):
+        first, last = (cut(make(key), number, 2) for number in range(2))
+        for part in (first, last):
+            rewire.pipeline_stage(part)
+        (message,) = first(tokens())
+        message = message.detach().requires_grad_()
+        for connection in rewire.connections(last).values():
+            fully_shard(connection, mesh=mesh)
+        for layer in last.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(last, mesh=mesh)
+        last(message).sum().backward(retain_graph=True)
+        torch.autograd.grad(last(message).sum(), message)  # stages of torch do that to see which shape gradients have
+        with pytest.raises(rewire.UnsupportedCall, match="FSDP2 has groups of weights inside this stage"):
+            torch.autograd.grad(last(message).sum(), message, retain_graph=True)
 
 
 def tensor_parallel(part: Any, tp: DeviceMesh, local: bool) -> None:

@@ -27,7 +27,16 @@ def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
 def test_training_is_that_of_one_process_and_ranks_that_differ_are_noticed(tmp_path: Path) -> None:
     trains = ("ddp", "fsdp", "fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty")
     differ = ("extra_forwards", "other_values", "other_recipes")
-    run(tmp_path, *trains, "sharded_before", "no_own_group", "fsdp_hooks", *differ)
+    run(
+        tmp_path,
+        *trains,
+        "fsdp_collectives",
+        "fsdp_loads_whole",
+        "sharded_before",
+        "no_own_group",
+        "fsdp_hooks",
+        *differ,
+    )
 
 
 @pytest.mark.slow

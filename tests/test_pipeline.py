@@ -87,12 +87,12 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
-    run(tmp_path, 2, "first_of_all", "out_of_turn", "messages")
+    run(tmp_path, 2, "first_of_all", "out_of_turn", "messages", "two_passes_in_groups")
 
 
 @pytest.mark.slow
 def test_schedules_on_four_processes(tmp_path: Path) -> None:
-    run(tmp_path, 4, "single_stages", "several_stages", "sharded", "sharded_tokens")
+    run(tmp_path, 4, "single_stages", "several_stages", "sharded", "zero_bubble_sharded", "sharded_tokens")
 
 
 @pytest.mark.slow
@@ -236,6 +236,49 @@ def test_a_stage_with_a_whole_trunk(key: str, head: bool) -> None:
     for stage in stages:
         rewire.pipeline_stage(stage)
     assert torch.equal(stages[1](stages[0](worker.tokens())), model(worker.tokens()))
+
+
+def test_a_stage_with_a_whole_trunk_and_a_tied_embedding() -> None:
+    """It has every parameter of the model, but not the head that uses one of them once more."""
+    model: Any = worker.Model(4)
+    model.head = nn.Linear(worker.WIDTH, worker.VOCABULARY, bias=False)
+    model.head.weight = model.embed.weight
+    model = worker.mixed(model, "ancre-ingoing", example_inputs=(worker.tokens(),))
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.head, last.embed, last.norm, last.layers = None, None, None, nn.ModuleDict()
+    for stage in (first, last):
+        rewire.pipeline_stage(stage)
+    assert torch.equal(last(first(worker.tokens())), model(worker.tokens()))
+
+
+@pytest.mark.parametrize("key", ["ancre-ingoing", "mhc"])
+def test_a_stage_with_a_vision_tower(key: str) -> None:
+    """The tower's trunk is whole on the first stage, that of the language model is cut."""
+
+    class Seeing(worker.Model):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.vision: nn.Module | None = worker.Model(2)
+            self.vision.head = nn.Linear(worker.WIDTH, worker.WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.cat([self.vision(x), self.embed(x)], 1) if self.vision is not None else x
+            for layer in self.layers.values():
+                x = layer(x)
+            return self.head(self.norm(x)) if self.norm is not None else x
+
+    torch.manual_seed(0)
+    trunks = ["layers", "vision.layers"]
+    model = worker.mixed(Seeing(), key, example_inputs=(worker.tokens(),), trunks=trunks).double()
+    stages: list[Any] = [worker.cut(model, number, 2) for number in range(2)]
+    stages[1].vision = None
+    for stage in stages:
+        rewire.pipeline_stage(stage)
+    output = stages[1](*stages[0](worker.tokens()))
+    torch.testing.assert_close(output, model(worker.tokens()), rtol=1e-12, atol=1e-12)
+    output.sum().backward()
+    learned = [p for stage in stages for c in rewire.connections(stage).values() for p in c.parameters()]
+    assert learned and all(p.grad is not None for p in learned)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return norm(x)
 
 
+made_again = norm_again
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mix:
     """A weighted sum that has not been computed yet.

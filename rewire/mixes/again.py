@@ -157,11 +157,17 @@ def remember_written(
 def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``norm(x)``, of which backward makes again what is as large as ``x``; also ``x``, if that can be made again."""
     with sparing(x):
-        if not (is_sparing() and _is_norm(norm)):
-            return norm(x)
-        region = _Region(norm, x)  # type: ignore[arg-type]
+        return made_again(norm, x) if is_sparing() and _is_norm(norm) else norm(x)
+
+
+def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, likewise; it gives the same results again and does nothing else."""
+    with sparing(x):
+        if not is_sparing():
+            return function(x)
+        region = _Region(function, x)
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
-            result = norm(x)
+            result = function(x)
         remember(result, region)
         return result
 
@@ -184,8 +190,9 @@ class _Region:
         saved, made: the other large tensors, as they were; and what was made again and not asked for yet.
     """
 
-    def __init__(self, norm: nn.Module, x: Tensor) -> None:
-        self.norm, self.x, self.size = norm, Saved(x.detach()), x.numel()
+    def __init__(self, norm: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.norm = norm.forward if isinstance(norm, nn.Module) else norm  # hooks would see it twice
+        self.x, self.size = Saved(x.detach()), x.numel()
         self.uses, self.left = 0, 0
         self.held: Tensor | None = None
         self.memory = x.untyped_storage().data_ptr()
@@ -232,11 +239,11 @@ class _Region:
         kind, dtype, on = self.autocast
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)
         with torch.enable_grad(), torch.autocast(kind, dtype, on), hooks:
-            result: Tensor = self.norm.forward(x)
+            result = self.norm(x)
         if [(y.shape, y.dtype) for y in found] != self.saved:
             raise RuntimeError(
-                f"{type(self.norm).__name__} saves other tensors when it runs again for backward than it did before: "
-                "what its forward depends on has changed since. Change it after backward."
+                f"{getattr(self.norm, '__qualname__', 'a norm')} saves other tensors when it runs again for backward "
+                "than it did before: what its forward depends on has changed since. Change it after backward."
             )
         self.made = dict(enumerate(found))
         return result.detach()

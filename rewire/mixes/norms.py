@@ -186,6 +186,8 @@ def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
     assert eps is not None
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         return None
+    if x.dtype == torch.float64 and getattr(module, "eps", eps) is None:
+        return None
     # In float32, as Gemma does: 1 + w would lose most of a small w in bfloat16.
     return Norm("layer" if kind == "layer" else "rms", weight.float() + 1 if kind == "rms+1" else weight, bias, eps)
 
@@ -204,4 +206,4 @@ def _eps(module: nn.Module | Inlined) -> float | None:
         value = getattr(module, name, None)
         if isinstance(value, float):
             return value
-    return None
+    return torch.finfo(torch.float32).eps if type(module) is nn.RMSNorm else None  # torch's own, but for float64

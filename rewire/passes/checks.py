@@ -52,6 +52,11 @@ def check_unwrapped(model: nn.Module) -> None:
         kind = " ".join(cls.__name__ for cls in type(module).__mro__)
         if "FSDPModule" in kind or "FullyShardedDataParallel" in kind or "DistributedDataParallel" in kind:
             raise WrappedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
+        if "PipelineIdentityLayer" in kind:
+            raise WrappedModel(
+                f"{where} stands for a layer of another pipeline stage (pp_size of transformers): rewire the whole "
+                "model, cut it, and call rewire.pipeline_stage on each part."
+            )
         if "OptimizedModule" in kind:
             raise WrappedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):

@@ -33,7 +33,7 @@ from rewire.runtime.pieces import apart, pieces, together
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, topology_in
-from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
+from rewire.torch_internals import buffers_of, drop_parameters, gather_for_forward_only, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -175,10 +175,13 @@ class Connection(Watched):
     def register_state_dict_pre_hook(self, hook: Any) -> Any:
         """As of every module. FSDP2 calls it before it gathers weights for the first time, the last time to compare.
 
+        These are copied when the stream begins (`learned`), and need not be gathered for backward.
+
         Raises:
             RewireError: the ranks of FSDP have rewired differently: weights of other shapes would fail in the gather.
         """
         compare_sharded(self)
+        gather_for_forward_only(self)
         return super().register_state_dict_pre_hook(hook)
 
     def facts(self) -> dict[str, Any]:

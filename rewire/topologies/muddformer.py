@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from rewire.mixes.again import made_again
 from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_hidden, rms_norm
@@ -237,4 +238,4 @@ class MUDDFormer(Dense[Aggregates]):
 
 def _normed(x: Tensor, scale: Tensor) -> Tensor:
     """The RMS norm of a state, or of a mix of such, in its dtype."""
-    return (rms_norm(x, _EPS) * scale).to(x.dtype)
+    return made_again(lambda x: (rms_norm(x, _EPS) * scale).to(x.dtype), x)

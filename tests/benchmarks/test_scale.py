@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def test_what_crosses(script: Any, key: str) -> None:
     (message,) = first(worker.tokens())
     padding = 2 * tokens * bool(connection.travelling)  # a few weights, as columns of every token
     assert tokens * per_token + padding == message.numel()
+
+
+@pytest.mark.parametrize(("key", "states"), [("residual", 3), ("ancre-ingoing", 3), ("attnres", 5), ("hc-dynamic", 9)])
+def test_what_checkpoints_keep(script: Any, key: str, states: int) -> None:
+    """In hidden states: of three layers what they take; of attentions and feed-forwards, and of four streams, more."""
+    (connection,) = rewire.connections(worker.make(key)).values()
+    assert script.checkpointed(connection, 3) == pytest.approx(2 * states * worker.WIDTH, rel=0.1)
+
+
+def test_the_page_has_the_result(script: Any) -> None:
+    rows = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
+    assert script.table(rows) in (BENCHMARKS.parent / "docs" / "scale.md").read_text()
 
 
 def test_sizes(script: Any) -> None:

@@ -14,6 +14,8 @@ from mixing import ids, learned, llama, mixed
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -44,6 +46,17 @@ def test_round_trip_of_other_architectures(model_type: str, tmp_path: Path) -> N
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(not value.is_meta for value in (*loaded.parameters(), *loaded.buffers()))
     assert rewire.coefficients(loaded).keys() == rewire.coefficients(model).keys()
+
+
+def test_pipelines_of_transformers(tmp_path: Path) -> None:
+    """They hand on hidden states alone: refused, of a rewired model and of one that was cut before."""
+    mixed(llama()).save_pretrained(tmp_path)
+    with pytest.raises(rewire.RewireError, match=r"\(pp_size\) send one hidden state .* call rewire.pipeline_stage"):
+        rewire.from_pretrained(tmp_path, distributed_config=DistributedConfig(pp_size=2))
+    cut: Any = llama()
+    cut.model.layers[1] = PipelineIdentityLayer()
+    with pytest.raises(rewire.WrappedModel, match=r"'model.layers.1' stands for a layer of another pipeline stage"):
+        rewire.compile(cut)
 
 
 def test_a_frozen_model(tmp_path: Path) -> None:

@@ -97,6 +97,23 @@ def test_gradients_are_the_same(name: str, penalty: bool) -> None:
     assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize(
+    ("options", "states", "mixes"), [({}, UNITS + 1, UNITS), ({"units": ["output"], "sources": ["x0", 2]}, 3, 1)]
+)
+def test_norms_of_muddformer(options: dict[str, Any], states: int, mixes: int) -> None:
+    """Those of states and those behind mixes are made again, beside those of the model."""
+    torch.manual_seed(0)
+    model, x = rewire.compile(Net(), "muddformer", norms=True, start="paper", validate=False, **options), inputs()
+    for parameter in rewire.connections(model)["blocks"].parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape)
+    with nothing_again():
+        want = gradients(model, x)
+    with mock.patch.object(again._Region, "__call__", autospec=True, side_effect=again._Region.__call__) as made:
+        got = gradients(model, x)
+    assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
+    assert made.call_count == states + mixes + UNITS
+
+
 def test_backward_twice() -> None:
     model, x = made(), inputs()
     loss = model(x).square().sum()

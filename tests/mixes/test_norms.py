@@ -25,6 +25,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "LayerNorm": (lambda: nn.LayerNorm(WIDTH), "layer"),
     "LayerNorm, no bias": (lambda: nn.LayerNorm(WIDTH, bias=False), "layer"),
     "RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-6), "rms"),
+    "RMSNorm, torch's eps": (lambda: nn.RMSNorm(WIDTH), "rms"),
     "Llama": (lambda: LlamaRMSNorm(WIDTH), "rms"),
     "Gemma": (lambda: GemmaRMSNorm(WIDTH), "rms"),
     "T5": (lambda: T5LayerNorm(WIDTH), "rms"),
@@ -59,6 +60,12 @@ def test_norms_are_recognised(name: str) -> None:
 def test_whatever_device_and_dtype_they_have(name: str) -> None:
     for module in (NORMS[name][0]().to(torch.bfloat16), NORMS[name][0]().to("meta"), NORMS[name][0]().eval()):
         assert mark(module) is None
+
+
+def test_the_eps_of_torch_is_another_one_in_float64() -> None:
+    for eps in (None, 1e-6):
+        module = nn.RMSNorm(WIDTH, eps).double()
+        assert mark(module) is None and (norm_of(module, torch.ones(WIDTH).double()) is None) == (eps is None)
 
 
 class Centred(nn.Module):
@@ -124,7 +131,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "timm LayerNorm2d": (lambda: timm_layers.LayerNorm2d(WIDTH), "it cannot be run on rows"),
     "timm LayerNormAct": (lambda: timm_layers.LayerNormAct(WIDTH), "it calls other modules"),
     "dropout inside": (ThenDropout, "it calls other modules"),
-    "RMSNorm without eps": (lambda: nn.RMSNorm(WIDTH), "it does not say its eps"),
     "PReLU": (lambda: nn.PReLU(WIDTH), "it does not say its eps"),
     "timm SimpleNorm": (lambda: timm_layers.SimpleNorm(WIDTH), "computes neither"),
     **{

@@ -30,8 +30,9 @@ def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
 
 
 def plain_parameters(model: nn.Module) -> int:
-    """How many parameters a model has that are not of connections."""
-    return sum(CONNECTIONS not in name.split(".") for name, _ in model.named_parameters())
+    """How many parameters a model has that are not of connections; those that are tied count where they are used."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return sum(CONNECTIONS not in name.split(".") for name in names)
 
 
 def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
