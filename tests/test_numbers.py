@@ -152,3 +152,14 @@ def test_registers() -> None:
     ]
     assert [row for row in shown if row[0] not in ("mix", "topology")] == [*mixes, *trunks]
     assert f"Triton {found['triton']};" in page
+
+
+def test_connections_beside_code_by_hand() -> None:
+    found = json.loads((RESULTS / "by_hand.json").read_text())["milliseconds"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for size, by_name in found.items():
+        numbers = " | ".join(f"{value:.1f}" for name, value in by_name.items() if name != "plain, again")
+        assert f"| {size} | {numbers} |" in page
+    for size in ("512x256", "1024x512"):
+        ours = found[size]["ancre-ingoing"], found[size]["denseformer"]
+        assert max(ours) < min(found[size][name] for name in found[size] if name.startswith(("ANCRe", "DenseFormer")))
