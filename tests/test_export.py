@@ -103,6 +103,7 @@ def test_an_exported_program_needs_no_rewire(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its own code
 @pytest.mark.parametrize(("topology", "constant"), [("ancre-ingoing", True), ("hc-static", False), ("grn-v3", False)])
 def test_aot_inductor(topology: str, constant: bool, tmp_path: Path) -> None:
     model = frozen(Stack(PreNorm), topology, (vectors(),)) if constant else mixed(Stack(PreNorm), topology)
