@@ -12,7 +12,7 @@ def script(name: str) -> ModuleType:
     """The module of ``benchmarks/<name>.py``, which is in no package."""
     folder = Path(__file__).parents[1] / "benchmarks"
     if str(folder) not in sys.path:  # for what they import of each other
-        sys.path.append(str(folder))
+        sys.path.insert(0, str(folder))
     path = folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None

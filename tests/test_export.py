@@ -1,4 +1,4 @@
-"""torch.export and ONNX of rewired models, frozen and learned: the outputs stay what they are."""
+"""torch.export, AOTInductor and ONNX of rewired models, frozen and learned: the outputs stay what they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from mixing import ids, llama, mixed
 from models import PostNorm, PreNorm, Stack, vectors
 from torch import Tensor, nn
+from torch.export import Dim
 
 import rewire
+from rewire.kernels import switch
 
 STATIC = ["ancre-ingoing", "denseformer", "grn-v2", "hc-static"]
 
@@ -39,6 +41,11 @@ def frozen_llama(topology: str) -> nn.Module:
     return Logits(frozen(llama(), topology, {"input_ids": ids()})).eval()
 
 
+def exported(model: nn.Module) -> torch.export.ExportedProgram:
+    """For any batch and length."""
+    return torch.export.export(model, (vectors(),), dynamic_shapes=({0: Dim("batch", min=2), 1: Dim("length", min=2)},))
+
+
 def run_onnx(model: nn.Module, x: Tensor, path: Path, **options: Any) -> onnxruntime.InferenceSession:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the exporter says to itself
@@ -54,7 +61,9 @@ def same(model: nn.Module, other: Any, x: Tensor) -> None:
 @pytest.mark.parametrize("topology", STATIC)
 def test_export_of_a_frozen_model(topology: str) -> None:
     model = frozen(Stack(PreNorm), topology, (vectors(),)).eval()
-    same(model, torch.export.export(model, (vectors(),)).module(), vectors() + 1)
+    program = exported(model).module()
+    for x in (vectors() + 1, vectors(5, 7)):
+        same(model, program, x)
 
 
 @pytest.mark.slow
@@ -69,21 +78,41 @@ def test_what_was_pruned_is_not_exported() -> None:
     """At threshold 0.9 all edges but each unit's own go: no sums with weights are left."""
     model = rewire.compile(Stack(PreNorm), "ancre-ingoing", validate=False)
     constant, _ = rewire.freeze(model, 0.9, example_inputs=(vectors(),))
-    exported = [
-        torch.export.export(m, (vectors(),)).graph_module.code.count("ops.aten.mul") for m in (constant, Stack(PreNorm))
-    ]
-    assert exported[0] == exported[1]
+    multiplied, plain = (exported(m).graph_module.code.count("ops.aten.mul") for m in (constant, Stack(PreNorm)))
+    assert multiplied == plain
 
 
 @pytest.mark.parametrize(
-    "topology", ["ancre-outgoing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "mhc"))]
+    "topology",
+    ["ancre-outgoing", "dca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muddformer", "mhc"))],
 )
 def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     model = mixed(Stack(PreNorm), topology).eval()
-    torch.export.save(torch.export.export(model, (vectors(),)), tmp_path / "model.pt2")
-    exported = torch.export.load(tmp_path / "model.pt2")
-    same(model, exported.module(), vectors())
-    assert any("depth_connections" in name for name in exported.state_dict)
+    torch.export.save(exported(model), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    for x in (vectors(), vectors(5, 7)):
+        same(model, loaded.module(), x)
+    assert any("depth_connections" in name for name in loaded.state_dict)
+
+
+def test_an_exported_program_needs_no_rewire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels run, too."""
+    monkeypatch.setattr(switch, "INTERPRETED", True)
+    graph = exported(mixed(Stack(PreNorm), "ancre-ingoing").eval()).graph
+    assert not [node for node in graph.nodes if "rewire" in str(node.target)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about its own code
+@pytest.mark.parametrize(("topology", "constant"), [("ancre-ingoing", True), ("hc-static", False), ("grn-v3", False)])
+def test_aot_inductor(topology: str, constant: bool, tmp_path: Path) -> None:
+    model = frozen(Stack(PreNorm), topology, (vectors(),)) if constant else mixed(Stack(PreNorm), topology)
+    quick = {"aot_inductor.debug_compile": True}  # C++ that is not optimised
+    path = torch._inductor.aoti_compile_and_package(
+        exported(model.eval()), package_path=str(tmp_path / "model.pt2"), inductor_configs=quick
+    )
+    for x in (vectors(), vectors(5, 7)):
+        same(model, torch._inductor.aoti_load_package(path), x)
 
 
 @pytest.mark.parametrize("topology", [STATIC[0], *(pytest.param(name, marks=pytest.mark.slow) for name in STATIC[1:3])])

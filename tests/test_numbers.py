@@ -129,3 +129,37 @@ def test_what_is_kept_without_checkpointing() -> None:
             cells = [f"{x:.1f} ({x / found['plain']:.0%})".replace("-0.0", "0.0").replace("-0%", "0%") for x in numbers]
             assert shown.pop(name) == cells, name
     assert not shown
+
+
+def test_registers() -> None:
+    """Every line of the tables of docs/kernels.md is one of the result, and none is missing."""
+    found = json.loads((RESULTS / "registers.json").read_text())
+    page = (ROOT / "docs" / "kernels.md").read_text().partition("## Registers and spills")[2].partition("\n## ")[0]
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+
+    def cell(used: list[int]) -> str:
+        registers, spilled, programs = used
+        return f"{registers}, {programs}" + (f" ({spilled} B spilled)" if spilled else "")
+
+    mixes = [
+        [row[key] for key in ("mix", "D", "states", "kernel", "tile")]
+        + [cell(row[target]) if target in row else "" for target in ("sm_80", "sm_90", "sm_100", "gfx942")]
+        for row in found["mixes"]
+    ]
+    trunks = [
+        [name, str(of["kernels of 32 blocks"]), "; ".join(f"`{kernel}` {cell(x)}" for kernel, x in of["worst"].items())]
+        for name, of in found["trunks"].items()
+    ]
+    assert [row for row in shown if row[0] not in ("mix", "topology")] == [*mixes, *trunks]
+    assert f"Triton {found['triton']};" in page
+
+
+def test_connections_beside_code_by_hand() -> None:
+    found = json.loads((RESULTS / "by_hand.json").read_text())["milliseconds"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for size, by_name in found.items():
+        numbers = " | ".join(f"{value:.1f}" for name, value in by_name.items() if name != "plain, again")
+        assert f"| {size} | {numbers} |" in page
+    for size in ("512x256", "1024x512"):
+        ours = found[size]["ancre-ingoing"], found[size]["denseformer"]
+        assert max(ours) < min(found[size][name] for name in found[size] if name.startswith(("ANCRe", "DenseFormer")))

@@ -19,15 +19,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` run as Triton kernels."""
-    return ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in DTYPES
+    """Whether mixes of tensors like ``x`` run as Triton kernels.
+
+    Not in an exported program, which is run where there is no rewire.
+    """
+    here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+    return here and x.dtype in DTYPES and not torch.compiler.is_exporting()
 
 
 def opaque(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` are operators to torch.compile: kernels, or on a CPU the compiled loop.
-
-    In an exported program they are not: it is run where there is no rewire.
-    """
+    """Whether mixes of tensors like ``x`` are operators to torch.compile: kernels, or on a CPU the compiled loop."""
     on_cpu = x.device.type == "cpu" and x.dtype in DTYPES and not torch.compiler.is_exporting()
     return uses_kernels(x) or (ON and on_cpu and torch.compiler.is_compiling())
 

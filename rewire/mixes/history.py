@@ -33,6 +33,10 @@ from rewire.mixes.tokens import read_off, read_off_apart
 Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
 _EPS = 1e-6  # of the norm of `History.project`
 
+#: How often a source counts where sums are held against `plain.WORTHWHILE`, if each has one weight: measured on a CPU,
+#: the compiled loop wins over torch from an eighth of the elements on.
+_WORTH = 8
+
 
 class Row(NamedTuple):
     """The weights of one read, as a table has them.
@@ -55,6 +59,7 @@ class Free:
 
     queries: tuple[Tensor, ...] = ()
     own: tuple[Tensor, ...] = ()
+    worth = 1
 
     def __init__(self, group: int = 1) -> None:
         self.blocks = Blocks(0, 1, 1, 1, group)
@@ -94,6 +99,7 @@ class Table(Free):
         starts: with queries, of each state the first mix that reads it.
         queries: of each state, w of the mixes that read it, [m, D]; none.
         own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
+        worth: how often a source counts in the question whether its sums are worth gradients by hand.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Table(Free):
         pieces = flat.detach().split([*itertools.chain.from_iterable(halves)])
         self.begun, self.rest = pieces[::2], pieces[1::2]
         self.by_state = ByState.of(flat, blocks, ways)
+        self.worth = _WORTH if flat.dim() == 1 and queries is None else 1
         self._ask(queries, ways)
 
     def __getitem__(self, t: int) -> Row:
@@ -446,7 +453,8 @@ class History:
         """Whether mixes of a further state x are."""
         another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
         static = not self._asks  # weights per token are fused with what makes them
-        return self.claims is None or another_shape or left_to_autograd(x, self.table.blocks.sources, static)
+        sources = self.table.blocks.sources * self.table.worth
+        return self.claims is None or another_shape or left_to_autograd(x, sources, static)
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         """The history of these states, whose mixes are left to autograd."""

@@ -137,7 +137,7 @@ class Mix:
         return (
             left_to_autograd(self._like, len(self.sources))
             or not isinstance(self.weights, (Tensor, type(None)))
-            or len({x.shape for x in self.sources}) > 1
+            or any(x.shape != self.sources[0].shape for x in self.sources)
             or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
         )
 

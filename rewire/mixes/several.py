@@ -32,8 +32,8 @@ def mixes(
         them: where this is one pass over memory, gradients from there join it.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    lead = sources[0].shape[:-1]
-    even = len({x.shape for x in sources}) == 1 and (scores is None or scores.shape[:-2] == lead)
+    shape = sources[0].shape  # sizes that torch.export keeps open have no hash
+    even = all(x.shape == shape for x in sources) and (scores is None or scores.shape[:-2] == shape[:-1])
     by_kernels = in_one_pass(sources, outputs)
     if even and by_kernels is not None:
         found = Several.apply(by_kernels, False, 0, weights, scores, *sources)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rewire.kernels.cpu import plain
 from rewire.mixes.history import History, Table
 from rewire.topologies.base import materialize
 
@@ -367,3 +368,16 @@ def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     gathering = {claim.grad_fn for claim in history.claims[0][1]}
     assert len(gathering) == 1  # that of x, whatever the number of mixes
     assert not any(y.grad_fn.saved_tensors for y in outputs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("channels", "elements", "by_hand"), [(False, 999, True), (False, 9999, False), (True, 999, False)]
+)
+def test_which_small_sums_have_gradients_by_hand(
+    channels: bool, elements: int, by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sums of 1.5 states of 24 elements on average, 36: with one weight for each, from an eighth of them on."""
+    monkeypatch.setattr(plain, "WORTHWHILE", elements)
+    flat, (x,), _ = draw(2, channels=channels)
+    history = History(Table(flat, 2)).push(torch.cat([x] * 6))
+    assert (history.claims is not None) == by_hand
