@@ -170,16 +170,14 @@ class History:
 
     Attributes:
         joined: whether the newest state is inside a group, and of no later read.
-        plain: of few connections, what the unit reads where it mixes nothing.
     """
 
-    __slots__ = ("joined", "plain", "scores", "states", "table")
+    __slots__ = ("joined", "scores", "states", "table")
 
     def __init__(
         self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = (), claims: None = None
     ) -> None:
         self.table, self.states, self.scores, self.joined = table, states, scores, False
-        self.plain: Tensor | None = None
 
     def read(self, t: int, x: Tensor) -> Self:
         """The history as read t has it, with the newest state."""

@@ -63,12 +63,11 @@ class Free:
         """The history before its first state."""
         return History(self, claims=None)
 
-    def holding(self, states: Iterable[Tensor], plain: Tensor | None = None) -> History:
-        """A history of these states; and what a unit would read that mixes none."""
+    def holding(self, states: Iterable[Tensor]) -> History:
+        """A history of these states."""
         history = self.history()
         for x in states:
             history = history.push(x)
-        history.plain = plain
         return history
 
 
@@ -206,10 +205,9 @@ class History:
             their gradients come together. In groups, of each state its scores for each span.
         begun: of each mix of the present block what it begins with: all states before that block.
         before: of a read inside a group, the history without the newest state, which no other read has.
-        plain: of few connections, what the unit reads where it mixes nothing: ``x_{t-1}`` of the plain network.
     """
 
-    __slots__ = ("before", "begun", "claims", "plain", "scores", "states", "table", "values", "waiting")
+    __slots__ = ("before", "begun", "claims", "scores", "states", "table", "values", "waiting")
 
     norm_eps: ClassVar[float | None] = None  #: Of a norm before states are projected.
     clamped: ClassVar[bool] = True  #: Whether scores below 0 are 0.
@@ -228,7 +226,6 @@ class History:
         self.table, self.states, self.values, self.claims = table, states, values, claims
         self.scores, self.waiting, self.begun = scores, waiting, begun or {}
         self.before: Self | None = None
-        self.plain: Tensor | None = None
 
     # -- reads ---------------------------------------------------------------------------------------------------------
 

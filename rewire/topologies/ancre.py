@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology, check_positive
-from rewire.mixes.history import Free, Table
+from rewire.mixes.history import Table
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     Granularity,
-    QKVInputs,
     Start,
     States,
     W,
@@ -57,29 +56,17 @@ class Destinations(Dense[W]):
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)
 
-    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | QKVInputs, States]:
-        return (states[0], states) if isinstance(weights, Few) else super().read(states, weights, t)
-
     def row(self, weights: Any, t: int, x: Tensor) -> Any:
         """The weights with which the states are mixed into ``x_t``: x is one of them."""
         return weights[t]
 
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
+        x, history = states
         if isinstance(weights, Few) and t not in weights:
-            return total((states[0], *branches))
-        if isinstance(weights, Few):
-            x, known = states[0], _known(states, weights, t)
-            history = Free().holding(known[i] for i in weights.sources[t])
-        else:
-            x, history = states
+            return total((x, *branches))
         kept = (x,) if self.cascade == "keep" else ()
         mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
         return mixed
-
-    def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
-        if isinstance(weights, Few):
-            return (x, *weights.of(_known(states, weights, t), t + 1, t - 1))
-        return super().push(states, weights, t, x)
 
     def program(self, weights: W, dims: Dims) -> Program:
         """The shortcut ``x_{t-1}`` that is kept stands in front."""
@@ -381,12 +368,6 @@ class ANCReCascaded(ScaledSum):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         return Scales(parameters["scales"].float(), kept=self.cascade == "keep")
-
-
-def _known(states: States, weights: Few, t: int) -> dict[int, Tensor]:
-    """By number, the states that there are when ``x_t`` is made."""
-    newest, *held = states
-    return {**dict(zip(weights.held(t, t - 2), held, strict=True)), t - 1: newest}
 
 
 def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

@@ -344,7 +344,7 @@ def test_only_named_states_are_held() -> None:
     weights = topology.weights(topology.parameters(dims, "preserve"), dims)
     states, held = topology.start(torch.zeros(2, WIDTH), weights), []
     for t in range(1, DEPTH + 1):
-        held.append(len(states))
+        held.append(1 + len(states[1].states))
         _, states = topology.read(states, weights, t)
         states = topology.write(states, weights, t, torch.ones(2, WIDTH))
     assert held == [1, 2, 2, 2, 3, 3, 1]  # the newest; x0 from its read on, x3 too, until unit 6 has read both
