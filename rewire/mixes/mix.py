@@ -75,7 +75,7 @@ class Mix:
     Attributes:
         sources, weights, scores, added: as in `mix`.
         claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
-            `history`.
+            `claimed`.
         accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
         attended: with claims, what the sum is, if its scores are a softmax.
         tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology, check_positive
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import (
     OF_STATES,

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.by_state import parts
-from rewire.mixes.history import Free, Table
+from rewire.mixes.claimed import Table
+from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, check_count, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.mixes.history import Free, Table
+from rewire.mixes.claimed import Table
+from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project

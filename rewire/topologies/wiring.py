@@ -94,7 +94,7 @@ class FewHistory(History):
     table: Few
 
     def __init__(self, table: Few, states: Iterable[Tensor] = (), reading: _Reading | None = None) -> None:
-        super().__init__(table, tuple(states), claims=None)
+        super().__init__(table, tuple(states))
         self.reading = reading
 
     def read(self, t: int, x: Tensor) -> FewHistory:
