@@ -155,7 +155,7 @@ def recorder(found: dict[tuple[str, str], Seen], program: Program) -> Change:
 
 
 class _Mixes(Topology):
-    """Of a dense topology: what a read makes of its sources, at weights that are held constant, is linear."""
+    """The recorder for dense topologies: with its weights held constant, a read is linear in its sources."""
 
     lines: dict[str, list[str]]
     change: Change
@@ -243,7 +243,7 @@ _OVER_CHANNELS = {
 
 
 class _Streams(Topology):
-    """Of parallel streams: the gates of each unit, and of a learned output."""
+    """The recorder for parallel streams: it sees the gates of each unit, and of a learned output."""
 
     change: Change
     only: Collection[str]

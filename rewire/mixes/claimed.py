@@ -149,7 +149,7 @@ class ClaimedHistory(History):
     Where a state cannot be claimed, the history goes on as one that is left to autograd.
 
     Attributes:
-        states: as of any history. Gradients of who else reads a state join the pass over the claims'.
+        states: as of any history. Gradients of whatever else reads a state join the pass over the claims'.
         values: the same without their history of gradients.
         claims: of each state, or of several together.
         scores: in groups, those of the present span.

@@ -66,7 +66,7 @@ class History:
 
     Attributes:
         table: the weights with which states are mixed.
-        states: x_0, x_1, ..., each [..., D]. Who else reads a state takes it from here.
+        states: x_0, x_1, ..., each [..., D]. Whatever else reads a state takes it from here.
         scores: where weights are made of them, of each state those of the mixes that read it, [..., m].
         joined: whether the newest state is inside a group, so that no other read has it.
     """

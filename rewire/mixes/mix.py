@@ -213,7 +213,7 @@ def _by_autograd(
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
         products = [x.to(precision) * w for x, w in terms]
         return functools.reduce(torch.add, [*products, *added]).to(dtype)
-    # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
+    # A weight of shape [1] takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     addcmul, add = (torch.addcmul, torch.add) if switch.listened() else (Tensor.addcmul_, Tensor.add_)
     result = _scaled(*terms[0], precision)

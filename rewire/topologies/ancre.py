@@ -208,11 +208,11 @@ class ANCRe(Destinations[Table | Few]):
         return torch.stack([found[place] + float(original and i == t - 1) for place, (t, i) in pairs])
 
     def _pairs(self, dims: Dims) -> list[tuple[int, int]]:
-        """Of few shortcuts, t and i of each."""
+        """The t and i of each of few shortcuts."""
         return [(t, i) for t, numbers in self.wired(dims).items() for i in numbers]
 
     def _together(self, dims: Dims) -> dict[int, list[int]]:
-        """Of few shortcuts, the places of those that one softmax is of: by their t, or by their i."""
+        """Which of few shortcuts share a softmax, by their places: those of one t, or of one i."""
         together: dict[int, list[int]] = {}
         for place, (t, i) in enumerate(self._pairs(dims)):
             together.setdefault(t if self.normalize == "ingoing" else i, []).append(place)

@@ -178,7 +178,7 @@ class MUDDFormer(Dense[Aggregates]):
         return self.seen(ways, weights, t, history.newest)
 
     def _mix_normed(self, history: Any, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
-        """Of a history of normed states, and the newest as it is."""
+        """`mix`, of a history of normed states; ``x`` is the newest as it is."""
         read = weights[t]
         scores, x = read_off_hidden(x, read.w1, read.w2, read.static.flatten(), _EPS)
         mixes = list(map(materialize, history.mixes(None, scores.unflatten(-1, read.static.shape))))

@@ -73,7 +73,7 @@ class Few(Free):
 
 
 class _Reading(NamedTuple):
-    """Of read t, the newest state, and by number the sources that there are."""
+    """What read t finds: the newest state, and the sources that there are, by number."""
 
     t: int
     newest: Tensor
