@@ -292,5 +292,5 @@ def _held(name: str, options: Mapping[str, Any], candidates: Sequence[Candidate]
         return 1
     topology = named_topology(name, {**options, "sources": _by_unit(candidates)})
     assert isinstance(topology, Dense | DenseIncrements)
-    few = topology.chosen(dims, [None] * len(topology.mixing(dims)))
+    few = topology.by_read(dims, [None] * len(topology.mixing(dims)))
     return 1 + max(len(few.held(t, t - 2)) for t in range(1, dims.depth + 2))

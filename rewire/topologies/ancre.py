@@ -327,7 +327,7 @@ class ANCReConstant(Destinations[Few | None]):
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Few | None:
-        return self.chosen(dims, [None for _ in self.mixing(dims)]) if self.few else None
+        return self.by_read(dims, [None for _ in self.mixing(dims)]) if self.few else None
 
     def row(self, weights: Few | None, t: int, x: Tensor) -> Tensor:
         n = len(weights.sources[t]) if isinstance(weights, Few) else count(t, self.block)

@@ -179,7 +179,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
-            return self.chosen(dims, w.split(rows))
+            return self.by_read(dims, w.split(rows))
         first, softmax = next(iter(self.mixing(dims)), dims.depth + 2), self._one_softmax()
         return AttendedTable(
             w,

@@ -187,14 +187,16 @@ class _Dense(Topology[W]):
         Each source then gets its gradients from all reads in one pass over memory.
         """
         if self.few:
-            return self.chosen(dims, self.of_reads(dims, flat).values())
+            return self.by_read(dims, self.of_reads(dims, flat).values())
         reads = self.mixing(dims)
         return Table(flat, len(reads), reads[0], group=self.group)
 
-    def chosen(self, dims: Dims, rows: Iterable[Any]) -> Few:
-        """Weights of few connections, of what each read that has some needs: what `weights` has to return then."""
-        found = self.wired(dims)
+    def by_read(self, dims: Dims, rows: Iterable[Any]) -> Any:
+        """What each read that has weights needs, by t: what `weights` may return; of few connections a `Few`."""
         rows_of = dict(zip(self.mixing(dims), rows, strict=True))
+        if not self.few:
+            return rows_of
+        found = self.wired(dims)
         return Few(found, rows_of, {t: self.separate(t, dims) or () for t in found}, self.states)
 
     def each(self, dims: Dims, sizes: Iterable[int]) -> list[int]:

@@ -125,8 +125,7 @@ class GRN(DenseIncrements[Weights]):
         flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
-        reads = list(map(Read, rows, queries))
-        return self.chosen(dims, reads) if self.few else dict(zip(self.mixing(dims), reads, strict=True))
+        return self.by_read(dims, map(Read, rows, queries))
 
     def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
         row = weights[t]

@@ -165,7 +165,7 @@ class MUDDFormer(Dense[Aggregates]):
         if self.norms:
             scales = self._scales(parameters, dims)
             rows = [row._replace(before=g, after=h) for row, (g, h) in zip(rows, scales, strict=True)]
-        return self.chosen(dims, rows) if self.few else dict(zip(self.mixing(dims), rows, strict=True))
+        return self.by_read(dims, rows)
 
     def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
         read = weights[t]
