@@ -193,7 +193,7 @@ class _Mixes(Topology):
             read = super().mix(history, weights, t)  # type: ignore[misc]
             read = read if isinstance(read, QKVInputs) else materialize(read)
         factors: dict[int, list[Tensor]] = {}
-        plain = {id(x) for x in (history.plain, *leaves)}  # of few channels, what the others are
+        plain = {id(x) for x in (history.newest, *leaves)}  # what inputs see that have no way
         for way in {id(way): way for way in ways_of(read) if id(way) not in plain}.values():
             ones = torch.ones_like(way)
             found = torch.autograd.grad(way, leaves, ones, retain_graph=True, allow_unused=True)
