@@ -352,7 +352,7 @@ def test_only_named_states_are_held() -> None:
 
 @pytest.mark.parametrize("name", ["denseformer", "grn-v1"])
 def test_what_is_held_may_get_other_dimensions_while_a_unit_reads(name: str) -> None:
-    topology, dims = make_topology(name, {"sources": {3: ["x0", 1], "output": ["x0", 1]}}), Dims(4)
+    topology, dims = make_topology(name, {"sources": {3: ["x0"], "output": ["x0", 1]}}), Dims(4)
     weights = topology.weights(topology.parameters(dims, "preserve"), dims)
     x = torch.randn(2, 3, WIDTH)
     _, history = topology.start(x, weights)
