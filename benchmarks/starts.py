@@ -25,7 +25,7 @@ import train_lm
 from rich.console import Console
 
 import rewire
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.topologies.ancre import ANCRe
 from rewire.topologies.base import Dims, Start, one_hot_previous
 

@@ -124,7 +124,7 @@ def bytes_of_history(
     docs/kernels.md.
 
     Args:
-        mixes, first: as in `history.Table`; all weights are scalars.
+        mixes, first: as in `claimed.Table`; all weights are scalars.
         block: mixes that are begun together, up to 8; None: without blocks.
         rows, cols, itemsize: of the states.
     """

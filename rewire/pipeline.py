@@ -463,7 +463,7 @@ class Message:
         return shape if self.channels is not None else torch.Size([*shape[:-1], last])
 
     def _columns(self, tokens: int, dtype: torch.dtype, last: int) -> list[int]:
-        """Of the weights, and of each state."""
+        """How many columns the weights take, and each state."""
         bits = 4 * sum(shape.numel() for shape in self.weights)
         double = max(1, 4 // dtype.itemsize)
         sizes = [self._trailing(n, last).numel() for n in range(len(self.trailing))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,8 +196,13 @@ KEYS = ["grn-v3", "hc-dynamic", "attnres"]
 MORE = ["ancre-ingoing", "denseformer-groups", "muddformer", "hc-static", "mhc", "attnres-scaled", "attnres-groups"]
 
 
+@functools.cache
+def with_exits(key: str) -> nn.Module:
+    return mixed(WithExits(), key, example_inputs=(vectors(),))
+
+
 def gradients(step: Callable[[nn.Module, Tensor], None], key: str) -> dict[str, Tensor]:
-    model = mixed(WithExits(), key, example_inputs=(vectors(),))
+    model = copy.deepcopy(with_exits(key))
     step(model, vectors())
     return all_gradients(model)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from on_mixes import peers
 from on_mixes.peers import Implementation, Results
 from rewire.mixes.attended import AttendedTable
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.mixes.mix import mix, pending_mix, softmax
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes

@@ -287,7 +287,7 @@ class Bench:
         return _With(self.copied, {self._path(trunk): now.to(device)})
 
     def _path(self, trunk: Trunk) -> str:
-        """Of the buffer of a static trunk's weights."""
+        """The path of the buffer that holds a static trunk's weights."""
         connection = connections(self.copied)[trunk.layout.trunk]
         (path,) = (path for path, module in self.copied.named_modules() if module is connection)
         return f"{path}.terms"
@@ -309,7 +309,7 @@ class Bench:
         def loss(values: Tensor) -> Tensor:
             return self.loss(_With(self.copied, {name: values}), batch)
 
-        # Of attention's kernels on CPUs, vmap knows the plain one.
+        # The only attention kernel on CPUs that vmap knows.
         with sdpa_kernel(SDPBackend.MATH) if sets.device.type == "cpu" else contextlib.nullcontext():
             losses: Tensor = torch.func.vmap(loss, randomness="same")(sets)
         return losses
@@ -343,7 +343,7 @@ class _With:
 
 
 class _Skips:
-    """Of any topology: what some units add is 0."""
+    """What ablates units under any topology: what they add is 0."""
 
     off: set[int]
 

@@ -141,5 +141,5 @@ def about(connection: Connection, t: int) -> dict[str, str]:
 
 
 def mean_of(weight: Any) -> float:
-    """Of a weight per channel the mean."""
+    """The weight; of one per channel, the mean."""
     return float(weight.mean()) if isinstance(weight, Tensor) else float(weight)

@@ -155,7 +155,7 @@ def recorder(found: dict[tuple[str, str], Seen], program: Program) -> Change:
 
 
 class _Mixes(Topology):
-    """Of a dense topology: what a read makes of its sources, at weights that are held constant, is linear."""
+    """The recorder for dense topologies: with its weights held constant, a read is linear in its sources."""
 
     lines: dict[str, list[str]]
     change: Change
@@ -193,7 +193,7 @@ class _Mixes(Topology):
             read = super().mix(history, weights, t)  # type: ignore[misc]
             read = read if isinstance(read, QKVInputs) else materialize(read)
         factors: dict[int, list[Tensor]] = {}
-        plain = {id(x) for x in (history.plain, *leaves)}  # of few channels, what the others are
+        plain = {id(x) for x in (history.newest, *leaves)}  # what inputs see that have no way
         for way in {id(way): way for way in ways_of(read) if id(way) not in plain}.values():
             ones = torch.ones_like(way)
             found = torch.autograd.grad(way, leaves, ones, retain_graph=True, allow_unused=True)
@@ -243,7 +243,7 @@ _OVER_CHANNELS = {
 
 
 class _Streams(Topology):
-    """Of parallel streams: the gates of each unit, and of a learned output."""
+    """The recorder for parallel streams: it sees the gates of each unit, and of a learned output."""
 
     change: Change
     only: Collection[str]

@@ -263,7 +263,7 @@ def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
 
 
 def _scores(bench: Bench, edges: Sequence[Part], by: Score, states: bool, tick: Callable[[], None]) -> list[float]:
-    """Of each edge; where states are mixed, the plain network's weights are 0, else 1."""
+    """The score of each edge; ``states``: the plain network's weights are 0, else 1."""
     trunk = edges[0].trunk
     if by == "weight":
         return [abs((edge.weight or 0.0) - (not states)) for edge in edges]
@@ -292,5 +292,5 @@ def _held(name: str, options: Mapping[str, Any], candidates: Sequence[Candidate]
         return 1
     topology = named_topology(name, {**options, "sources": _by_unit(candidates)})
     assert isinstance(topology, Dense | DenseIncrements)
-    few = topology.chosen(dims, [None] * len(topology.mixing(dims)))
+    few = topology.by_read(dims, [None] * len(topology.mixing(dims)))
     return 1 + max(len(few.held(t, t - 2)) for t in range(1, dims.depth + 2))

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rewire.mixes.attended import EPS
+from rewire.mixes.attended import AttendedHistory
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import first_mixes, parts
-from rewire.mixes.history import Free, Row
-from rewire.mixes.mix import _by_autograd, mix, softmax
-from rewire.mixes.tokens import _Project, _ProjectNormed, inverse_rms, outside_autocast, project, project_normed
+from rewire.mixes.history import Free, History, Row
+from rewire.mixes.mix import _by_autograd, mix
+from rewire.mixes.tokens import _Project, _ProjectNormed, outside_autocast, project
 
 
 class Watched(nn.Module):
@@ -87,7 +86,7 @@ def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 made_again = norm_again
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Mix:
     """A weighted sum that has not been computed yet.
 
@@ -116,7 +115,7 @@ class Mix:
 
 
 class Table(Free):
-    """Weights of reads in turn, each of all states so far, in one way or several: see `rewire.mixes.history`.
+    """Weights of reads in turn, each of all states so far, in one way or several: see `rewire.mixes.claimed`.
 
     Attributes:
         rows: of each read, [ways, n] or [ways, n, D].
@@ -135,13 +134,13 @@ class Table(Free):
 
     def __getitem__(self, t: int) -> Row:
         """The weights of read t."""
-        return Row(self, t - self.blocks.first)  # type: ignore[arg-type]
+        return Row(self, t - self.blocks.first)
 
     def _ask(self, queries: Tensor | None, ways: Sequence[int], first: int, group: int) -> None:
         self.blocks, self.first = Blocks(len(ways), first, len(ways), len(ways), group), first_mixes(ways)
         if queries is not None:
-            starts = [self.first[self.blocks.first_mix(state)] for state in range(self.blocks.states)]
-            self.queries, self.own = tuple([queries[start:] for start in starts]), queries.split(list(ways))
+            self.starts = [self.first[self.blocks.first_mix(state)] for state in range(self.blocks.states)]
+            self.queries, self.own = tuple([queries[start:] for start in self.starts]), queries.split(list(ways))
 
     def history(self) -> Any:
         return History(self)
@@ -166,126 +165,6 @@ class AttendedTable(Table):
 
     def history(self) -> Any:
         return AttendedHistory(self)
-
-
-class History:
-    """The states of a trunk so far, which later units mix; with the scores that weights are made of.
-
-    Attributes:
-        joined: whether the newest state is inside a group, and of no later read.
-        plain: of few connections, what the unit reads where it mixes nothing.
-    """
-
-    __slots__ = ("joined", "plain", "scores", "states", "table")
-
-    def __init__(
-        self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = (), claims: None = None
-    ) -> None:
-        self.table, self.states, self.scores, self.joined = table, states, scores, False
-        self.plain: Tensor | None = None
-
-    def read(self, t: int, x: Tensor) -> Self:
-        """The history as read t has it, with the newest state."""
-        number = t - self.table.blocks.first
-        if not self.table.blocks.joined(number):
-            return self.push(x)
-        history = self._with(x, self.table.own[number] if self.table.queries else None)
-        history.joined = True
-        return history
-
-    def push(self, x: Tensor) -> Self:
-        """The history with a further state, all of it."""
-        return self._with(x, self.table.queries[len(self.states)] if self.table.queries else None)
-
-    def _with(self, x: Tensor, queries: Tensor | None) -> Self:
-        scores = () if queries is None else (self._scored(x, queries.T),)
-        return type(self)(self.table, (*self.states, x), (*self.scores, *scores))
-
-    @property
-    def kept(self) -> Self:
-        """What goes on to the next read."""
-        return type(self)(self.table, self.states[:-1], self.scores[:-1]) if self.joined else self
-
-    @property
-    def newest(self) -> Tensor:
-        """The newest state."""
-        return self.states[-1]
-
-    @newest.setter
-    def newest(self, x: Tensor) -> None:
-        self.states = (*self.states[:-1], x)
-
-    def project(self, weight: Tensor) -> Tensor:
-        """``weight . rmsnorm(newest)``, [..., n] for a weight [n, D]."""
-        return project_normed(self.newest, weight.T)
-
-    def mix(
-        self, weights: Row | Tensor | None, per_token: Tensor | None = None, added: Sequence[Tensor] = ()
-    ) -> Tensor | Mix:
-        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``.
-
-        Args:
-            weights: w, [n] or [n, D], or those of a table.
-            per_token: s, [..., n].
-            added: tensors that are added with weight 1.
-        """
-        if isinstance(weights, Row):
-            (value,) = self._ways(weights.number)
-            return dataclasses.replace(value, added=tuple(added)) if isinstance(value, Mix) else value
-        return Mix(self.states, weights, () if per_token is None else per_token.split(1, -1), tuple(added))
-
-    def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
-        """Several mixes of the states: ``weights`` [M, n] or [M, n, D], ``per_token`` [..., M, n]."""
-        return self._ways(weights.number) if isinstance(weights, Row) else mixes(self.states, weights, per_token)[0]
-
-    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
-        scores = [own.split(1, -1) for own in self._scores_of(number)]
-        rows = enumerate(self.table.rows[number])
-        return [Mix(self.states[: len(row)], row, tuple(own[way] for own in scores)) for way, row in rows]
-
-    def _scores_of(self, number: int) -> list[Tensor]:
-        """The scores of a read, [..., ways] for each of its states; none here."""
-        blocks, first = self.table.blocks, self.table.first
-        complete, ways = len(self.states) - self.joined, first[number + 1] - first[number]
-        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)] + [0] * self.joined
-        return [scores.narrow(-1, place, ways) for scores, place in zip(self.scores, places, strict=False)]
-
-    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
-        return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
-        """The history in other dimensions."""
-        history = type(self)(self.table)
-        for x in self.states:
-            history = history.push(view(x))
-        history.joined = self.joined
-        return history
-
-
-class AttendedHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads."""
-
-    __slots__ = ()
-
-    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
-        if number == 0:
-            return [self.states[0]]
-        shares, _ = softmax(torch.stack(self._scores_of(number)), self.table.scaled)
-        return [Mix(self.states, None, shares.unbind())]
-
-    def scores_of(self, row: Row) -> Tensor:
-        """``w_t . rmsnorm(x_i)`` for each state and each of the read's queries, [n, ..., ways]."""
-        return torch.stack(self._scores_of(row.number))
-
-    @property
-    def inverse_norms(self) -> Tensor:
-        """What rmsnorm multiplies each state with, [n, ..., 1]; only where the table keeps that."""
-        return torch.stack([scores[..., -1:] for scores in self.scores])
-
-    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
-        keys = x if self.table.rank is None else x[..., -self.table.rank :]
-        scores = project_normed(keys, queries, EPS)
-        return torch.cat([scores, inverse_rms(x, EPS)], -1) if self.table.normed else scores
 
 
 def mixes(

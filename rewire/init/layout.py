@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StorageLayout:
     """Where in a parameter the values of one matrix or kernel lie.
 
     Attributes:

@@ -20,7 +20,7 @@ from rewire.conventions import (
 )
 from rewire.errors import UnsupportedTopology
 from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
-from rewire.init.layout import Layout
+from rewire.init.layout import StorageLayout
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.find import residual_sites
 from rewire.passes.finding.adds import Add, between
@@ -35,7 +35,7 @@ from rewire.trunk import Site
 _ACTIVATIONS = ("hidden_act", "activation_function", "dense_act_fn", "hidden_activation")
 
 #: Parameters of projections with their parts: (q, k or v; where it lies).
-Parts: TypeAlias = list[tuple[str, Layout]]
+Parts: TypeAlias = list[tuple[str, StorageLayout]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Network:
             return True
         return any(op.name == "relu" for op in self.flow)
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> StorageLayout | None:
         """How the matrix in a parameter lies; None if it is none, or nothing tells."""
         leaf = name.rpartition(".")[2]
         owner, parameter = self.owner(name), self.parameters[name]
@@ -130,16 +130,16 @@ class Network:
             return None
         if leaf == "weight" and is_linear(owner):
             if isinstance(owner, TRANSPOSED):
-                return Layout(transposed=True, groups=owner.groups)
-            return Layout(transposed=is_conv1d(owner))
+                return StorageLayout(transposed=True, groups=owner.groups)
+            return StorageLayout(transposed=is_conv1d(owner))
         if isinstance(owner, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
-            return Layout()
+            return StorageLayout()
         if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or EMBEDDING_TABLE.search(leaf):
             return None
         if parameter.ndim == 3 and EXPERTS.search(f"{name} {type(owner).__name__}"):
-            return Layout(stacked=True, transposed=self._stacked_transposed(name, owner))
+            return StorageLayout(stacked=True, transposed=self._stacked_transposed(name, owner))
         if parameter.ndim == 2 and leaf == "weight" and LINEAR_CLASS.search(type(owner).__name__):
-            return Layout()
+            return StorageLayout()
         return None
 
     def _stacked_transposed(self, name: str, owner: nn.Module) -> bool:
@@ -234,21 +234,21 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
     if isinstance(module, nn.MultiheadAttention):
         if module.kdim == module.vdim == module.embed_dim:  # one matrix
             size = module.embed_dim
-            rows = [(role, Layout(rows=(1, n * size, size))) for n, role in enumerate("qkv")]
+            rows = [(role, StorageLayout(rows=(1, n * size, size))) for n, role in enumerate("qkv")]
             yield f"{paths[0]}.in_proj_weight", rows
         else:
             for role in "qkv":
-                yield f"{paths[0]}.{role}_proj_weight", [(role, Layout())]
+                yield f"{paths[0]}.{role}_proj_weight", [(role, StorageLayout())]
     elif fused is not None:
         starts = (0, fused.sizes[0], fused.sizes[0] + fused.sizes[1])
         rows = [
-            (role, Layout(rows=(fused.groups, start, size)))
+            (role, StorageLayout(rows=(fused.groups, start, size)))
             for role, start, size in zip("qkv", starts, fused.sizes, strict=True)
         ]
         yield f"{paths[0]}.weight", rows
     elif len(paths) == 3:
         for role, path in zip("qkv", paths, strict=True):
-            yield f"{path}.weight", [(role, Layout())]
+            yield f"{path}.weight", [(role, StorageLayout())]
 
 
 def _called(getter: Any) -> Any:

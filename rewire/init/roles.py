@@ -14,7 +14,7 @@ from rewire.attributes import CONNECTIONS
 from rewire.code.functions import forward_of
 from rewire.conventions import EMBEDDING_TABLE, EXPERTS, FUSED_GATE, MODULATION, QKV, ROUTER, is_adaptive_norm, is_norm
 from rewire.init.last_layers import matrix_of
-from rewire.init.layout import Layout
+from rewire.init.layout import StorageLayout
 from rewire.init.network import Branch, Network
 from rewire.init.table import Roles, Weight
 from rewire.passes.finding.flow import Op
@@ -104,7 +104,7 @@ def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
     return "other", f"a parameter of {kind}: which dimension is its input is not known"
 
 
-def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tuple[str, str, Layout]]:
+def _roles_of_matrix(network: Network, name: str, layout: StorageLayout) -> Iterator[tuple[str, str, StorageLayout]]:
     """Role of each part of a matrix, how it is known, and where it lies."""
     branch = network.of_branch.get(name)
     site = branch.site.name if branch is not None else ""
@@ -165,7 +165,7 @@ def _q_k_or_v(network: Network, name: str) -> str:
     return next(("qkv"[names.index(own)] for names in QKV if own in names and siblings.issuperset(names)), "")
 
 
-def _gate_and_gated(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
+def _gate_and_gated(network: Network, name: str, layout: StorageLayout) -> list[tuple[int, int, int]]:
     """Rows of the gate and of what it gates, where one weight computes both; else empty."""
     owner = network.owner(name)
     if layout.stacked:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.console import Shown
-from rewire.init.layout import Layout
+from rewire.init.layout import StorageLayout
 
 #: Role -> what it means.
 ROLES = {
@@ -84,7 +84,7 @@ class Weight:
     role: str
     because: str
     shape: tuple[int, ...]
-    layout: Layout = dataclasses.field(default_factory=Layout)
+    layout: StorageLayout = dataclasses.field(default_factory=StorageLayout)
     branch: str = ""
     block: str = ""
     depth: int = 0

@@ -1,6 +1,6 @@
 """The kernels as PyTorch operators, ``torch.ops.rewire.*``: functional, and opaque to torch.compile.
 
-They have no autograd of their own: the functions in `mix` and `history` know which gradients are wanted, and in which
+They have no autograd of their own: the functions in `mix` and `claimed` know which gradients are wanted, and in which
 order they are cheap. With ``TRITON_INTERPRET=1`` they run on a CPU.
 
 In all of them sources, added branches and gradients are [..., D] of one shape; weights are float32, [N] or, per

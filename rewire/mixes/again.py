@@ -97,8 +97,8 @@ def is_sparing() -> bool:
 def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
     """While `sparing`, tell how ``x``, new and the only one with its memory, can be made again.
 
-    What made it in autograd's graph, ``ctx`` in the forward of a function, holds the recipe. Its memory does not: who
-    keeps a detached ``x`` keeps nothing of what that was made of.
+    What made it in autograd's graph, ``ctx`` in the forward of a function, holds the recipe. Its memory does not: a
+    detached ``x`` keeps nothing alive of what it was made of.
     """
     if not is_sparing():
         return

@@ -9,7 +9,7 @@ section 3.1.2). With g_t, the gradient of r_t,
     ds_ti = a_ti (<x_i, g_t> - e_t)
     e_t = sum_j a_tj <x_j, g_t> / n_t = <r_t, g_t> / n_t
 
-where n_t is what the weights add up to. So a state's gradient, like that of `history`, is one pass over the state and
+where n_t is what the weights add up to. So a state's gradient, like that of `claimed`, is one pass over the state and
 the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
 
 In blocks (see `blocks.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
@@ -33,8 +33,9 @@ from rewire.kernels import operators, switch
 from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
 from rewire.mixes.by_state import ByState, first_mixes
+from rewire.mixes.claimed import Claimed, ClaimedHistory, Table
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
-from rewire.mixes.history import Claimed, History, Row, Scores, Table
+from rewire.mixes.history import History, Row, Scores
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
 from rewire.mixes.tokens import inverse_rms
 
@@ -87,38 +88,21 @@ class AttendedTable(Table):
         self.rank = rank
 
     def history(self) -> AttendedHistory:
-        return AttendedHistory(self, claims=None if self.only_scores else ())
+        return AttendedHistory(self) if self.only_scores else ClaimedAttendedHistory(self)
 
 
 class AttendedHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads.
-
-    Attributes:
-        claims: of each read also a tensor [3, ...] whose values mean nothing, and whose gradient is what the states'
-            gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
-        begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
-    """
+    """The states of a trunk so far, each with the scores of its later reads."""
 
     __slots__ = ()
 
     norm_eps, clamped = EPS, False
-    constant_scores = False  # where gradients will be differentiated, the tallies depend on them
-
-    table: AttendedTable
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         if number == 0:
             return [self.states[0]]
-        if self.claims is None:
-            shares, _ = softmax(self._stacked(number), self.table.scaled)
-            return [pending_mix(self.states, None, scores=shares.unbind())]
-        places, query = self._places(number), self.table.first[number]
-        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            values, shares, statistics = self._shares(number, places)
-        of_read = [(of.claims[query - of.first], of.tallies[query - of.first]) for of in self._claims_of(query)]
-        claims, tallies = zip(*of_read, strict=True)
-        attended = Attended(statistics, self.values, self.scores, places, self.table.scaled)
-        return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
+        shares, _ = softmax(self._stacked(number), self.table.scaled)
+        return [pending_mix(self.states, None, scores=shares.unbind())]
 
     def scores_of(self, row: Row) -> Tensor:
         """``w_t . rmsnorm(x_i)`` for each state x_i and each of the read's queries w_t, [n, ..., ways]."""
@@ -139,12 +123,40 @@ class AttendedHistory(History):
             scores = torch.cat([scores, inverse_rms(x, EPS)], -1)
         return scores, x
 
+    def _keys(self, x: Tensor) -> Tensor:
+        return x if self.table.rank is None else x[..., -self.table.rank :]
+
+
+class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
+    """The same, whose states gather their gradients.
+
+    Attributes:
+        claims: of each read also a tensor [3, ...] whose values mean nothing, and whose gradient is what the states'
+            gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
+        begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
+    """
+
+    __slots__ = ()
+
+    by_autograd = AttendedHistory
+    constant_scores = False  # where gradients will be differentiated, the tallies depend on them
+
+    table: AttendedTable
+
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
+        if number == 0:
+            return [self.states[0]]
+        places, query = self._places(number), self.table.first[number]
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            values, shares, statistics = self._shares(number, places)
+        of_read = [(of.claims[query - of.first], of.tallies[query - of.first]) for of in self._claims_of(query)]
+        claims, tallies = zip(*of_read, strict=True)
+        attended = Attended(statistics, self.values, self.scores, places, self.table.scaled)
+        return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
+
     def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
         *scores, read = super()._scored_apart(number, near, self._keys(x))
         return *scores, read if self.table.rank is None else x  # type: ignore[return-value]
-
-    def _keys(self, x: Tensor) -> Tensor:
-        return x if self.table.rank is None else x[..., -self.table.rank :]
 
     def _shares(self, number: int, places: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""

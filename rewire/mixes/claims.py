@@ -1,4 +1,4 @@
-"""Claims: what autograd sees in place of a mix's scalings of states. See `history` for what they are."""
+"""Claims: what autograd sees in place of a mix's scalings of states. See `claimed` for what they are."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, .
 
 
 def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `history`).
+    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `claimed`).
 
     The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
     with: products of the two are part of the gradient of x.

@@ -1,41 +1,20 @@
-"""States that all later sites mix, with the sums arranged so that each tensor is read as seldom as possible.
-
-A site adds up ``w_si x_i`` over all states so far. Left to autograd, each site would read its states again in
-backward, write a gradient for each of them, and add it to those of the other sites: five passes over memory for each
-pair of a site and a state. Here it is one.
-
-Think of the scaling ``w_si x_i`` as an operation of its own whose result is never stored: the *claim* of site s on
-state i. The gradient of a sum is that of each of its terms, so a claim gets the site's gradient g_s as it is: nothing
-is computed or copied. The scaling's own gradients, ``dx_i = sum_s w_si g_s`` and ``dw_si = <x_i, g_s>``, come in one
-pass once all later sites are done: the transposed mix. It is ordinary autograd throughout, and so works with
-checkpointing, ``retain_graph``, gradients of gradients, and whatever order forwards and backwards come in.
-"""
+"""States that later reads mix, as autograd has it: what `claimed` does with less traffic."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, switch
-from rewire.kernels.sums.spec import MAX_OUTPUTS
-from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
-from rewire.mixes.by_state import ByState, first_mixes, parts
-from rewire.mixes.claims import Claiming, Claims
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
-from rewire.mixes.tokens import read_off, read_off_apart
+from rewire.mixes.tokens import read_off
 
 Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
 _EPS = 1e-6  # of the norm of `History.project`
-
-#: How often a source counts where sums are held against `plain.WORTHWHILE`, if each has one weight: measured on a CPU,
-#: the compiled loop wins over torch from an eighth of the elements on.
-_WORTH = 8
 
 
 class Row(NamedTuple):
@@ -46,7 +25,7 @@ class Row(NamedTuple):
         number: of the read in it, from 0.
     """
 
-    table: Table
+    table: Free
     number: int
 
 
@@ -66,134 +45,20 @@ class Free:
 
     def history(self) -> History:
         """The history before its first state."""
-        return History(self, claims=None)
+        return History(self)
 
-    def holding(self, states: Iterable[Tensor], plain: Tensor | None = None) -> History:
-        """A history of these states; and what a unit would read that mixes none."""
+    def holding(self, states: Iterable[Tensor]) -> History:
+        """A history of these states."""
         history = self.history()
         for x in states:
             history = history.push(x)
-        history.plain = plain
         return history
-
-
-class Table(Free):
-    """Weights of reads in turn, each of all states so far, in one way or several. A *mix* is one way of a read.
-
-    With queries, ``relu(w . x_i)`` is added to the weight of state x_i, for each token (GRN-v3). All that these weights
-    depend on is known when the state is: it is projected once, for all reads to come.
-
-    Args:
-        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        ways: of each read in turn; or how many reads there are, of one way each.
-        first, group: as in `Blocks`.
-        block: the same; by default what `best_block` says, and no blocks where there are no kernels, or several ways.
-        queries: w, float32 [S, D]: one row for each way of each read.
-
-    Attributes:
-        blocks: how the reads are arranged.
-        first: of each read, the number of its first mix; and how many mixes there are.
-        rows: for each read its weights, [ways, n] or [ways, n, D].
-        begun, rest: the same, flat and detached: those of the states before its block of reads, and of the others.
-        by_state: the same, with gradients, for the claims.
-        starts: with queries, of each state the first mix that reads it.
-        queries: of each state, w of the mixes that read it, [m, D]; none.
-        own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
-        worth: how often a source counts in the question whether its sums are worth gradients by hand.
-    """
-
-    def __init__(
-        self,
-        flat: Tensor,
-        ways: int | Sequence[int],
-        first: int = 1,
-        block: int | None = None,
-        group: int = 1,
-        queries: Tensor | None = None,
-    ) -> None:
-        ways = [1] * ways if isinstance(ways, int) else ways
-        blocks = Blocks.of(flat, len(ways), first, block, group, max(ways))
-        if max(ways) > 1:  # what is begun would move more than it saves
-            blocks = blocks._replace(block=first + len(ways))
-        self.blocks, self.first = blocks, first_mixes(ways)
-        counts = [blocks.count(number) for number in range(len(ways))]
-        rows = parts(flat, [way * n for way, n in zip(ways, counts, strict=True)])
-        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
-        before = [blocks.before(number) for number in range(len(ways))]
-        halves = [(way * n, way * (all_ - n)) for way, n, all_ in zip(ways, before, counts, strict=True)]
-        pieces = flat.detach().split([*itertools.chain.from_iterable(halves)])
-        self.begun, self.rest = pieces[::2], pieces[1::2]
-        self.by_state = ByState.of(flat, blocks, ways)
-        self.worth = _WORTH if flat.dim() == 1 and queries is None else 1
-        self._ask(queries, ways)
-
-    def __getitem__(self, t: int) -> Row:
-        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
-        return Row(self, t - self.blocks.first)
-
-    def _ask(self, queries: Tensor | None, ways: Sequence[int]) -> None:
-        """Take queries, if there are any, by the states that they are asked of."""
-        blocks = self.blocks
-        if queries is not None:
-            self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
-            self.queries = suffixes(queries, self.starts)
-            if blocks.group > 1:
-                self.own = parts(queries, list(ways))
-
-    def history(self) -> History:
-        return History(self)
-
-
-def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
-    """``x[start:]`` for each; their gradients are added up at once, or as torch.compile does."""
-    if under_transforms() or torch.compiler.is_compiling():
-        return tuple([x[start:] for start in starts])
-    found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
-    return found
-
-
-class _Suffixes(torch.autograd.Function):
-    """Autograd would make as many tensors as large as ``x``, and add them one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, ...]:
-        ctx.starts, ctx.shape = starts, x.shape
-        ctx.set_materialize_grads(False)
-        return tuple([x[start:] for start in starts])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        given = [(start, grad) for start, grad in zip(ctx.starts, grads, strict=True) if grad is not None]
-        if not given:
-            return None, None
-        none = given[0][1].new_zeros(ctx.shape)
-        padded = torch.cat([part for start, grad in given for part in (none[:start], grad)])
-        return padded.view(len(given), *ctx.shape).sum(0), None
-
-
-class Claimed(NamedTuple):
-    """Claims of mixes in turn, on one state or several.
-
-    Attributes:
-        first: the number of the first of these mixes.
-        claims: of each mix one.
-        tallies: of each mix that attends another: see `attended`.
-    """
-
-    first: int
-    claims: tuple[Tensor, ...]
-    tallies: tuple[Tensor, ...] = ()
 
 
 class History:
     """The states of a trunk so far.
 
-    In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
-    once for several states: L^2 / 2 reads become about L^1.5.
-
-    In groups, a state is complete after several reads. Those before that have it as far as it has come. The mixes of a
-    group, or of a span of it, claim all complete states together, which are handed on to the next ones: few gradients
-    wait at a time, as few states are held.
+    In groups, a state is complete after several reads. Those before that have it as far as it has come.
 
     Each read has a history of its own, which `read` makes. What it mixes with weights that no table knew, or projects,
     is replaced there by tensors of the same values: gradients of later reads come to these, and join its own.
@@ -202,44 +67,22 @@ class History:
 
     Attributes:
         table: the weights with which states are mixed.
-        states: x_0, x_1, ..., each [..., D]. Who else reads a state takes it from here: its gradient then joins the
-            pass over the claims'.
-        values: the same without their history of gradients.
-        claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
-            it, or if no table knows the weights: then all further mixes are left to autograd.
-        scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
-            the present span.
-        waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
-            their gradients come together. In groups, of each state its scores for each span.
-        begun: of each mix of the present block what it begins with: all states before that block.
-        before: of a read inside a group, the history without the newest state, which no other read has.
-        plain: of few connections, what the unit reads where it mixes nothing: ``x_{t-1}`` of the plain network.
+        states: x_0, x_1, ..., each [..., D]. Whatever else reads a state takes it from here.
+        scores: where weights are made of them, of each state those of the mixes that read it, [..., m].
+        joined: whether the newest state is inside a group, so that no other read has it.
     """
 
-    __slots__ = ("before", "begun", "claims", "plain", "scores", "states", "table", "values", "waiting")
+    __slots__ = ("joined", "scores", "states", "table")
 
     norm_eps: ClassVar[float | None] = None  #: Of a norm before states are projected.
     clamped: ClassVar[bool] = True  #: Whether scores below 0 are 0.
-    constant_scores: ClassVar[bool] = True  #: Whether reads take scores as constants, as claims get their gradients.
 
-    def __init__(
-        self,
-        table: Any,
-        states: tuple[Tensor, ...] = (),
-        values: tuple[Tensor, ...] = (),
-        claims: tuple[Claimed, ...] | None = (),
-        scores: tuple[Tensor, ...] = (),
-        waiting: tuple[tuple[Tensor, ...], ...] = (),
-        begun: dict[int, Any] | None = None,
-    ) -> None:
-        self.table, self.states, self.values, self.claims = table, states, values, claims
-        self.scores, self.waiting, self.begun = scores, waiting, begun or {}
-        self.before: Self | None = None
-        self.plain: Tensor | None = None
+    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: Scores = ()) -> None:
+        self.table, self.states, self.scores, self.joined = table, states, scores, False
 
     # -- reads ---------------------------------------------------------------------------------------------------------
 
-    def read(self, t: int, x: Tensor) -> Self:
+    def read(self, t: int, x: Tensor) -> History:
         """The history as read t has it: with ``x``, the newest state.
 
         To be called where the state is read, not where it is made: the claims' backward needs the state, and under
@@ -249,11 +92,9 @@ class History:
         return self._joined(number, x) if self.table.blocks.joined(number) else self.push(x)
 
     @property
-    def kept(self) -> Self:
+    def kept(self) -> History:
         """What goes on to the next read: without a newest state inside a group."""
-        if self.before is None:
-            return self
-        return self._left(self.states[:-1], self.scores[:-1]) if self.claims is None else self.before
+        return type(self)(self.table, self.states[:-1], self.scores[:-1]) if self.joined else self
 
     @property
     def newest(self) -> Tensor:
@@ -323,28 +164,11 @@ class History:
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         """The mixes of read ``number`` of the table."""
-        table, first = self.table, self.table.first[number]
-        rows, scores = table.rows[number], self._scores_of(number)
+        rows, scores = self.table.rows[number], self._scores_of(number)
         ways, count = rows.shape[:2]
-        by_torch = len(scores) == 0 and torch.compiler.is_compiling() and not switch.opaque(self.states[0])
-        if self.claims is None or by_torch:
-            if ways == 1:
-                return [Mix(self.states[:count], rows[0], scores)]
-            return mixes(self.states, rows, torch.stack(scores, -1) if scores else None)[0]
-        of_read = self._claims_of(first)
-        claims = [tuple([of.claims[first - of.first + way] for of in of_read]) for way in range(ways)]
-        weights, accumulator = table.rest[number], self.begun.get(number)
         if ways == 1:
-            if accumulator is None and table.begun[number].shape[0]:
-                weights = torch.cat((table.begun[number], weights))
-            begun = count - weights.shape[0]
-            values = self.values[begun:count]
-            return [Mix(values, weights if values else None, scores[begun:], (), claims[0], accumulator)]
-        weights = weights.unflatten(0, (ways, -1))
-        if scores and ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
-            return Claiming.apply(self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
-        of_ways = zip(*[of_state.split(1, -1) for of_state in scores], strict=True) if scores else [()] * ways
-        return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
+            return [Mix(self.states[:count], rows[0], scores)]
+        return mixes(self.states, rows, torch.stack(scores, -1) if scores else None)[0]
 
     def _scores_of(self, number: int) -> Scores:
         """The scores of a read, [..., ways] for each state, if there are any."""
@@ -355,119 +179,53 @@ class History:
 
     def _places(self, number: int) -> list[int]:
         """Where the scores of a read begin among those of each of its states."""
-        blocks, first, joined = self.table.blocks, self.table.first[number], self.table.blocks.joined(number)
-        complete = len(self.states) - joined
-        if self.claims is None or blocks.group == 1:
-            places = [first - start for start in self.table.starts[:complete]]
-        else:  # scores are those of the span, as its claims are, which come first
-            places = [first - self.claims[0].first] * complete
+        first, joined = self.table.first[number], self.table.blocks.joined(number)
+        places = [first - start for start in self.table.starts[: len(self.states) - joined]]
         return [*places, 0] if joined else places
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def after(self, states: Sequence[Tensor]) -> Self:
+    def after(self, states: Sequence[Tensor]) -> History:
         """The history after further ``states``, of which earlier mixes were made elsewhere."""
-        history = self
+        history: History = self
         for number, x in enumerate(states):
             history = history.push(x, begin=number >= len(states) - self.table.blocks.block)
         return history
 
-    def push(self, x: Tensor, begin: bool = True) -> Self:
+    def push(self, x: Tensor, begin: bool = True) -> History:
         """The history with a further state, all of it.
 
         Args:
             x: the state.
-            begin: whether the mixes of a block that comes next will be made of this history.
+            begin: of `claimed` histories, whether the mixes of a block that comes next will be made of this one.
         """
-        if self._left_to_autograd(x):
-            return self._without_claims((*self.states, x))
-        if len(self.states) >= self.table.blocks.states:  # no mix reads it
-            return self._with(x, None, self.claims, self.waiting)
-        return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
+        return self._more(*self._scored(len(self.states), x))
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
-        history = self._left(())._without_claims(tuple(map(view, self.states)))
-        history.before = self.before
+        history = self._without_claims(map(view, self.states))
+        history.joined = self.joined
         return history
 
-    def _next(self, x: Tensor) -> Self:
-        """The history with a state whose near mixes claim it by itself, and later ones with its block."""
-        table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
-        read, waiting = blocks.first_mix(number), self.waiting
-        first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
-        scores, near, later, x = self._scored_apart(number, end - first, x)
-        again = x
-        assert claims is not None
-        if end > first:
-            # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
-            claimed, (x, again) = self._claim(first, 2, table.by_state.near[number], near, (x,))
-            claims = (*claims, claimed)
-        if stop > end:
-            waiting = (*waiting, (again, *later))
-            if len(waiting) == blocks.gathered:
-                states, *of_states = zip(*waiting, strict=True)
-                weights, scored = table.by_state.later[number // blocks.gathered], of_states[0] if of_states else ()
-                claimed, _ = self._claim(end, 0, weights, scored, states)
-                claims, waiting = (*claims, claimed), ()
-        return self._with(x, scores, claims, waiting)
-
-    def _next_group(self, x: Tensor) -> Self:
-        """The history with a further state, whose reads come until there is another."""
-        table, number = self.table, len(self.states)
-        blocks = table.blocks
-        scores, x = self._scored(number, x)
-        spans = blocks.spans()[number * blocks.spans_of_group :]
-        sizes = [table.first[reads.stop] - table.first[reads.start] for reads in spans]
-        waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
-        history = type(self)(table, (*self.states, x), (*self.values, x.detach()), (), (), waiting)
-        return history._next_span(blocks.first_mix(number))
-
-    def _next_span(self, number: int) -> Self:
-        """The history, of which the mixes of the span of read ``number`` have claims."""
-        table, blocks = self.table, self.table.blocks
-        span, of_group = blocks.span_of(number), blocks.spans_of_group
-        own = tuple([of[span - state * of_group] for state, of in enumerate(self.waiting)])
-        first = table.first[blocks.spans()[span].start]
-        claimed, states = self._claim(first, 1, table.by_state.spans[span], own, self.states)
-        return type(self)(table, states, self.values, (claimed,), tuple(map(self._kept, own)), self.waiting)
-
-    def _joined(self, number: int, x: Tensor) -> Self:
+    def _joined(self, number: int, x: Tensor) -> History:
         """The history with one state more, which read ``number`` alone has, inside a group."""
-        table, before = self.table, self
-        if self.claims is not None and not self._claims_of(table.first[number]):
-            before = self._next_span(number)
-        scores, x = self._scored(number, x, alone=True)
-        of_read = () if scores is None else (scores,)
-        if self._left_to_autograd(x):
-            known = before if before.claims is None else before._without_claims(before.states)
-            history = self._left((*known.states, x), (*known.scores, *of_read))
-        else:
-            claimed, (x,) = self._claim(table.first[number], 1, table.by_state.joined[number], of_read, (x,))
-            assert before.claims is not None
-            history = before._with(x, scores, (*before.claims, claimed), before.waiting)
-        history.before = before
+        history = self._more(*self._scored(number, x, alone=True))
+        history.joined = True
         return history
 
-    def _left_to_autograd(self, x: Tensor) -> bool:
-        """Whether mixes of a further state x are."""
-        another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
-        static = not self._asks  # weights per token are fused with what makes them
-        sources = self.table.blocks.sources * self.table.worth
-        return self.claims is None or another_shape or left_to_autograd(x, sources, static)
+    def _more(self, scores: Tensor | None, x: Tensor) -> Self:
+        return type(self)(self.table, (*self.states, x), self.scores if scores is None else (*self.scores, scores))
 
-    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
+    def _without_claims(self, states: Iterable[Tensor]) -> History:
         """The history of these states, whose mixes are left to autograd."""
-        known = self.scores if self.claims is None else ()
-        history = self._left(states[: len(known)] if self._asks else states, known)
-        for number in range(len(history.states), len(states)):
-            scores, x = self._scored(number, states[number])
-            history = self._left((*history.states, x), history.scores if scores is None else (*history.scores, scores))
+        history = self._none()
+        for x in states:
+            history = history.push(x)
         return history
 
-    def _left(self, states: tuple[Tensor, ...], scores: Scores = ()) -> Self:
-        """The same; their scores are known."""
-        return type(self)(self.table, states, (), None, scores)
+    def _none(self) -> History:
+        """The same without states, and without claims."""
+        return type(self)(self.table)
 
     def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
         """The scores of state ``number``, or of the one that read ``number`` alone has, if weights are made of scores;
@@ -478,56 +236,10 @@ class History:
         queries = (self.table.own if alone else self.table.queries)[number]
         return read_off(x, queries.T, self.norm_eps, self.clamped)
 
-    def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
-        """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
-        if not self._asks:
-            return None, (), (), x
-        queries = self.table.queries[number].T
-        (scores, first, others), x = read_off_apart(x, queries, near, self.norm_eps, self.clamped)
-        return scores, (first,), (others,), x
-
     @property
     def _asks(self) -> bool:
         """Whether weights are made of scores."""
         return len(self.table.queries) > 0
-
-    def _claim(
-        self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
-    ) -> tuple[Claimed, tuple[Tensor, ...]]:
-        """Claims of the mixes from ``first`` on; and the states, ``through`` times each."""
-        found = Claims.apply(through, len(states), weights, *scores, *states)
-        mixes = len(found) - through * len(states)
-        return Claimed(first, tuple(found[:mixes])), tuple(found[mixes:])
-
-    def _claims_of(self, mix: int) -> list[Claimed]:
-        """Those that have one of this mix."""
-        return [of for of in self.claims or () if 0 <= mix - of.first < len(of.claims)]
-
-    def _with(
-        self, x: Tensor, scores: Tensor | None, claims: tuple[Claimed, ...] | None, waiting: tuple[Any, ...]
-    ) -> Self:
-        """The history with one state more."""
-        known = self.scores if scores is None else (*self.scores, self._kept(scores))
-        values = (*self.values, x.detach())
-        return type(self)(self.table, (*self.states, x), values, claims, known, waiting, self.begun)
-
-    def _kept(self, scores: Tensor) -> Tensor:
-        return scores.detach() if self.constant_scores else scores
-
-    def _begin(self, begin: bool) -> Self:
-        """The history; with the sums of the mixes of the block that comes next, if one does now."""
-        mixes = self.table.blocks.beginning(len(self.states))
-        if begin and mixes and switch.uses_kernels(self.states[0]):
-            with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-                self.begun = self._sums(mixes)
-        return self
-
-    def _sums(self, reads: range) -> dict[int, Any]:
-        """What each of these reads, of one way, begins with: all states so far."""
-        rows = torch.stack(self.table.begun[reads.start : reads.stop])
-        of_states = zip(self.scores, self._places(reads.start), strict=True) if self.scores else ()
-        scores = [s.narrow(-1, k, len(reads)) for s, k in of_states]
-        return dict(zip(reads, operators.mixes(self.values, rows, scores, (), (), torch.float32), strict=True))
 
 
 def _precise(scores: Tensor) -> Tensor:

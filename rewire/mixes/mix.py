@@ -75,7 +75,7 @@ class Mix:
     Attributes:
         sources, weights, scores, added: as in `mix`.
         claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
-            `history`.
+            `claimed`.
         accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
         attended: with claims, what the sum is, if its scores are a softmax.
         tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.
@@ -213,7 +213,7 @@ def _by_autograd(
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
         products = [x.to(precision) * w for x, w in terms]
         return functools.reduce(torch.add, [*products, *added]).to(dtype)
-    # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
+    # A weight of shape [1] takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     addcmul, add = (torch.addcmul, torch.add) if switch.listened() else (Tensor.addcmul_, Tensor.add_)
     result = _scaled(*terms[0], precision)

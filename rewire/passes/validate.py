@@ -128,7 +128,7 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
 
 
 def _what_happens(rewired: nn.Module, inputs: Inputs, seed: int) -> list[tuple[str, str, int]] | None:
-    """Of streams in training mode, see `Layout.observe`: trunk, what, number of the site; None if it does not train."""
+    """What `Layout.observe` sees in training mode: trunk, what, number of the site; None if it does not train."""
     bench, seen = private(rewired).train(), list[tuple[str, str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)

@@ -125,7 +125,7 @@ def _cell(row: int, column: int, value: float, shade: float, size: float) -> str
 
 
 def every(count: int) -> int:
-    """Of that many numbers in a row, every how many is written."""
+    """How often a label is written on an axis of ``count`` numbers: every so many."""
     return max(1, 2 ** math.ceil(math.log2(count / 12))) if count > 12 else 1
 
 

@@ -59,7 +59,7 @@ class Entry:
         return stream.position == 0 and self.adds.get(0) == len(stream.layout.units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        """Of a block that is copied by itself, without the whole trunk."""
+        """A copy; in a block that is copied by itself, without the whole trunk, it holds nothing of that."""
         held = self.held
         if held is not None:
             held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None

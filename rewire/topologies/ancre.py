@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology, check_positive
-from rewire.mixes.history import Free, Table
+from rewire.mixes.claimed import Table
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     Granularity,
-    QKVInputs,
     Start,
     States,
     W,
@@ -57,29 +56,17 @@ class Destinations(Dense[W]):
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)
 
-    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | QKVInputs, States]:
-        return (states[0], states) if isinstance(weights, Few) else super().read(states, weights, t)
-
     def row(self, weights: Any, t: int, x: Tensor) -> Any:
         """The weights with which the states are mixed into ``x_t``: x is one of them."""
         return weights[t]
 
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
+        x, history = states
         if isinstance(weights, Few) and t not in weights:
-            return total((states[0], *branches))
-        if isinstance(weights, Few):
-            x, known = states[0], _known(states, weights, t)
-            history = Free().holding(known[i] for i in weights.sources[t])
-        else:
-            x, history = states
+            return total((x, *branches))
         kept = (x,) if self.cascade == "keep" else ()
         mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
         return mixed
-
-    def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
-        if isinstance(weights, Few):
-            return (x, *weights.of(_known(states, weights, t), t + 1, t - 1))
-        return super().push(states, weights, t, x)
 
     def program(self, weights: W, dims: Dims) -> Program:
         """The shortcut ``x_{t-1}`` that is kept stands in front."""
@@ -221,11 +208,11 @@ class ANCRe(Destinations[Table | Few]):
         return torch.stack([found[place] + float(original and i == t - 1) for place, (t, i) in pairs])
 
     def _pairs(self, dims: Dims) -> list[tuple[int, int]]:
-        """Of few shortcuts, t and i of each."""
+        """The t and i of each of few shortcuts."""
         return [(t, i) for t, numbers in self.wired(dims).items() for i in numbers]
 
     def _together(self, dims: Dims) -> dict[int, list[int]]:
-        """Of few shortcuts, the places of those that one softmax is of: by their t, or by their i."""
+        """Which of few shortcuts share a softmax, by their places: those of one t, or of one i."""
         together: dict[int, list[int]] = {}
         for place, (t, i) in enumerate(self._pairs(dims)):
             together.setdefault(t if self.normalize == "ingoing" else i, []).append(place)
@@ -340,7 +327,7 @@ class ANCReConstant(Destinations[Few | None]):
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Few | None:
-        return self.chosen(dims, [None for _ in self.mixing(dims)]) if self.few else None
+        return self.by_read(dims, [None for _ in self.mixing(dims)]) if self.few else None
 
     def row(self, weights: Few | None, t: int, x: Tensor) -> Tensor:
         n = len(weights.sources[t]) if isinstance(weights, Few) else count(t, self.block)
@@ -381,12 +368,6 @@ class ANCReCascaded(ScaledSum):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         return Scales(parameters["scales"].float(), kept=self.cascade == "keep")
-
-
-def _known(states: States, weights: Few, t: int) -> dict[int, Tensor]:
-    """By number, the states that there are when ``x_t`` is made."""
-    newest, *held = states
-    return {**dict(zip(weights.held(t, t - 2), held, strict=True)), t - 1: newest}
 
 
 def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import Channel, Few, by_channel, of_attention
+from rewire.topologies.wiring import QKV, Channel, Few
 
 Form = Literal["softmax", "difference"]
 
@@ -102,6 +102,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     granularity: ClassVar[Granularity] = "sublayer"  # the paper's layers: attentions and MLPs, each by itself
     needs_width: ClassVar[bool] = True
     first: ClassVar[int] = 2
+    inputs: ClassVar[tuple[Channel, ...]] = QKV
 
     block: int | None = None
     scaled: bool = False
@@ -133,9 +134,6 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     def reads(self, dims: Dims) -> range:
         """Without the output's, if that is the plain stream."""
         return range(self.first, dims.depth + 2 - self.additive)
-
-    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
-        return of_attention(self.channels, t in dims.attention)
 
     @property
     def reads_qkv(self) -> bool:  # type: ignore[override]
@@ -181,7 +179,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
-            return self.chosen(dims, w.split(rows))
+            return self.by_read(dims, w.split(rows))
         first, softmax = next(iter(self.mixing(dims)), dims.depth + 2), self._one_softmax()
         return AttendedTable(
             w,
@@ -207,13 +205,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         if inverse_norms is not None:
             shares = shares * inverse_norms
         ways = self._mixes(history, shares)
-        if isinstance(weights, Few) and weights.channels[t]:
-            x = history.plain
-            return by_channel({"q": x, "k": x, "v": x}, weights.channels[t], ways)
-        if len(ways) == 1:
-            return ways[0]
-        q, k, v = ways
-        return QKVInputs(q, k, v, residual=q)
+        return self.seen(ways, weights, t, history.newest)
 
     def finish(self, states: States, weights: AttendedTable | Few, dims: Dims) -> Tensor:
         if not self.additive:

@@ -172,7 +172,7 @@ class Topology(ABC, Generic[W]):
         return dict.fromkeys(self.of_states, OF_STATES) | of_vectors
 
     def depth_powers(self) -> dict[str, int]:
-        """Of weights whose fan-in grows with the depth, as which power of it; without others.
+        """For weights whose fan-in grows with the depth: as which power of it; without others.
 
         A read of t states learns t weights, and Adam moves all by as much: what is read moves by t times that, where
         states are as large in deep models, as with `rewire.init.MuP`. Its ``base_depth`` divides rates by this power.
@@ -181,7 +181,7 @@ class Topology(ABC, Generic[W]):
         return {}
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
-        """Of learned weights each row of which one unit alone uses: how many each unit has, in turn, T + 1 the last;
+        """For learned weights each row of which one unit alone uses: how many each unit has, in turn, T + 1 the last;
         -1: all that there are.
 
         A stage of a pipeline then has those of its own units, and `weights` gets these rows and ``dims.here``. What is

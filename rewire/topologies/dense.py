@@ -33,11 +33,15 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.by_state import parts
-from rewire.mixes.history import Free, Table
+from rewire.mixes.claimed import Table
+from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, check_count, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
 from rewire.topologies.wiring import (
+    CHANNELS,
+    QKV,
+    REST,
     Channel,
     Few,
     Sources,
@@ -59,7 +63,7 @@ def count(t: int, block: int | None) -> int:
 class _Dense(Topology[W]):
     """What both forms share. The states are the newest source, and a `History` of those that have been read.
 
-    With `Few` connections they are ``x_{t-1}`` and, each by itself, the sources that later reads mix.
+    With `Few` connections it is of those that later reads mix, and beside it stands ``x_{t-1}``.
 
     Args:
         units: which units read a mix: numbers from 1, or from -1 at the end; "output"; at ``granularity="sublayer"``
@@ -72,6 +76,8 @@ class _Dense(Topology[W]):
     first: ClassVar[int] = 1
     #: Whether sources are states, of which the newest is always one, rather than increments.
     states: ClassVar[bool]
+    #: The inputs of an attention that have reads of their own. The shortcut, if it is not among them, goes with q.
+    inputs: ClassVar[tuple[Channel, ...]] = ()
 
     units: Units = None
     sources: Sources = None
@@ -109,7 +115,19 @@ class _Dense(Topology[W]):
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         """The inputs of unit t with reads of their own; none if one read is for all of it; None if it has no read."""
-        return ()
+        chosen: tuple[Channel, ...] = getattr(self, "channels", None) or CHANNELS
+        if self.inputs and t in dims.attention:
+            return tuple(channel for channel in chosen if channel in self.inputs) or None
+        return () if "shortcut" in chosen else None
+
+    def seen(self, ways: Sequence[Tensor | Mix], weights: W, t: int, plain: Tensor) -> Tensor | Mix | QKVInputs:
+        """What unit t reads, from the ways of its read: inputs that have none see what is ``plain``."""
+        channels = weights.channels[t] if isinstance(weights, Few) else self.inputs if len(ways) > 1 else ()
+        if not channels:
+            return ways[0]
+        found = dict(zip(channels, map(materialize, ways), strict=True))
+        q, k, v = (found.get(channel, plain) for channel in QKV)
+        return QKVInputs(q, k, v, residual=found.get("shortcut", plain if "shortcut" in self.inputs else q))
 
     @abstractmethod
     def mix(self, history: Any, weights: W, t: int) -> Tensor | Mix | QKVInputs:
@@ -153,9 +171,6 @@ class _Dense(Topology[W]):
 
     def sizes(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many sources it mixes."""
-        if self.few:
-            found = self.wired(dims)
-            return [len(found[t]) + self._rest(t, found[t]) for t in self.mixing(dims)]
         return [len(self.sources_of(t, dims)) for t in self.mixing(dims)]
 
     def ways(self, dims: Dims) -> list[int]:
@@ -172,30 +187,26 @@ class _Dense(Topology[W]):
         Each source then gets its gradients from all reads in one pass over memory.
         """
         if self.few:
-            return self.chosen(dims, self.of_reads(dims, flat).values())
+            return self.by_read(dims, self.of_reads(dims, flat).values())
         reads = self.mixing(dims)
         return Table(flat, len(reads), reads[0], group=self.group)
 
-    def chosen(self, dims: Dims, rows: Iterable[Any]) -> Few:
-        """Weights of few connections, of what each read that has some needs: what `weights` has to return then."""
-        found = self.wired(dims)
+    def by_read(self, dims: Dims, rows: Iterable[Any]) -> Any:
+        """What each read that has weights needs, by t: what `weights` may return; of few connections a `Few`."""
         rows_of = dict(zip(self.mixing(dims), rows, strict=True))
-        return Few(found, rows_of, {t: self.separate(t, dims) or () for t in found})
+        if not self.few:
+            return rows_of
+        found = self.wired(dims)
+        return Few(found, rows_of, {t: self.separate(t, dims) or () for t in found}, self.states)
 
     def each(self, dims: Dims, sizes: Iterable[int]) -> list[int]:
         """For `unit_rows`: of the reads that have weights in turn so many rows, of other units none."""
         found = dict(zip(self.mixing(dims), sizes, strict=True))
         return [found.get(t, 0) for t in range(1, dims.depth + 2)]
 
-    def _rest(self, t: int, numbers: Sequence[int]) -> bool:
-        """Whether read t mixes the sum of what is not named, too."""
-        return not self.states and len(numbers) < t
-
     # -- the topology --------------------------------------------------------------------------------------------------
 
     def start(self, x: Tensor, weights: W) -> States:
-        if isinstance(weights, Few):
-            return (x, *[x for _ in weights.held(1, -1 if self.states else 0)])
         table = weights if isinstance(weights, Free) else Free(self.group)
         return x, table.history()
 
@@ -208,27 +219,11 @@ class _Dense(Topology[W]):
         return (0,) if isinstance(weights, Few) and t not in weights else ()
 
     def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
-        """What unit t reads; and the history as it is then, with few connections the states."""
-        if isinstance(weights, Few):
-            return self._read_few(states, weights, t)
+        """What unit t reads; and the history as it is then."""
         newest, history = states
         history = history.read(t, newest)
-        return (history.newest if t < self.first else self.mix(history, weights, t)), history
-
-    def _read_few(self, states: States, weights: Few, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
-        newest, *held = states
-        known = dict(zip(weights.held(t, t - 1 - self.states), held, strict=True))
-        if self.states:
-            known[t - 1] = newest
-        read: Tensor | Mix | QKVInputs = newest
-        if t in weights:
-            numbers = weights.sources[t]
-            named = [known[i] for i in numbers]
-            rest = [newest - total(tuple(named))] if self._rest(t, numbers) else []
-            history = Free().holding([*rest, *named], plain=newest)
-            read = self.mix(history, weights, t)  # type: ignore[arg-type]
-            known.update(zip(numbers, history.states[len(rest) :], strict=True))
-        return read, (known.get(t - 1, newest) if self.states else newest, *weights.of(known, t + 1, t - 1))
+        plain = t not in weights if isinstance(weights, Few) else t < self.first
+        return (history.newest if plain else self.mix(history, weights, t)), history
 
     def matrix(self, weights: W, dims: Dims) -> Tensor:
         """float32 [reads, sources]: of each read from `first` on, the static weights of all that units left so far."""
@@ -294,8 +289,6 @@ class Dense(_Dense[W], Recurrence[W]):
         read, history = self._read(states, weights, t)
         value = read if isinstance(read, QKVInputs) else materialize(read)
         residual = value.residual if isinstance(value, QKVInputs) else value
-        if isinstance(weights, Few):
-            return value, (residual, *history[1:])
         # A newest state inside a group is held while the branch runs only if it is read itself.
         return value, (residual, history if residual is history.newest else history.kept)
 
@@ -303,7 +296,7 @@ class Dense(_Dense[W], Recurrence[W]):
         return total((states[0], *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
-        return (x, *states[1:]) if isinstance(weights, Few) else (x, states[1].kept)
+        return x, states[1].kept
 
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
         units, read = list[Unit](), "x0"
@@ -341,16 +334,18 @@ class DenseIncrements(_Dense[W]):
 
     states: ClassVar[bool] = False
 
+    def start(self, x: Tensor, weights: W) -> States:
+        newest, history = super().start(x, weights)
+        return newest, history.written(0, x) if isinstance(weights, Few) else history
+
     def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         value, history = self._read(states, weights, t)
-        return value, history if isinstance(weights, Few) else (history.newest, history.kept)
+        return value, (history.newest, history.kept)
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        f = total(branches)
+        (newest, history), f = states, total(branches)
         if isinstance(weights, Few):
-            x, *held = states
-            return (total((x, *branches)), *held, *[f for _ in weights.held(t + 1, t)[len(held) :]])
-        newest, history = states
+            return total((newest, *branches)), history.written(t, f)
         return (newest + f if (t - 1) % self.group else f), history
 
     def _columns(self, t: int, dims: Dims) -> Sequence[int]:
@@ -359,8 +354,7 @@ class DenseIncrements(_Dense[W]):
     def _places(self, t: int, dims: Dims) -> Sequence[int]:
         if self.few:
             numbers = self.wired(dims)[t]
-            rest = self._rest(t, numbers)
-            return [rest + numbers.index(i) if i in numbers else 0 for i in range(t)]
+            return [numbers.index(i if i in numbers else REST) for i in range(t)]
         return [-(-i // self.group) for i in range(t)]
 
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
@@ -391,11 +385,10 @@ class DenseIncrements(_Dense[W]):
         for t in range(1, dims.depth + 2):
             lines = list[Line]()
             if t in found:
-                sources = [names[i] for i in found[t]]
-                if self._rest(t, found[t]):
-                    named = (Term(name, -1.0, learned=False) for name in sources)
+                sources = [f"o{t}" if i == REST else names[i] for i in found[t]]
+                if REST in found[t]:
+                    named = (Term(name, -1.0, learned=False) for name in sources[1:])
                     lines.append(Line(f"o{t}", (Term(plain, 1.0, learned=False), *named)))
-                    sources = [f"o{t}", *sources]
                 lines.append(Line(f"r{t}", tuple(map(Term, sources, static[t]))))
             reads.append(f"r{t}" if lines else plain)
             summed = Line(f"s{t}", (Term(plain, 1.0, learned=False), Term(branch_of(t), 1.0)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.mixes.mix import Mix, mix
 from rewire.topologies.base import Dims, Granularity, Start, check_count
 from rewire.topologies.dense import Dense

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.mixes.history import Free, Table
+from rewire.mixes.claimed import Table
+from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
@@ -20,13 +21,12 @@ from rewire.topologies.base import (
     Start,
     States,
     check_count,
-    materialize,
     no_attention,
     total,
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import Channel, Few, by_channel, of_attention
+from rewire.topologies.wiring import QKV, Channel, Few
 
 #: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
 #: made. The fewest bytes for 32 units (benchmarks/memory.py).
@@ -125,26 +125,21 @@ class GRN(DenseIncrements[Weights]):
         flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
-        reads = list(map(Read, rows, queries))
-        return self.chosen(dims, reads) if self.few else dict(zip(self.mixing(dims), reads, strict=True))
+        return self.by_read(dims, map(Read, rows, queries))
 
     def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
         row = weights[t]
         if not isinstance(row, Read):
-            return _seen(history.mixes(row))
+            return self.seen(history.mixes(row), weights, t, history.newest)
         stack, (b, w) = self._stack(history.states), row
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
         found: Sequence[Tensor | Mix] = [pending_mix(stack, b[0], scores=scores)]
         if len(b) > 1:
             found = mixes(stack, b, torch.stack(scores, dim=-1))[0]
-        if isinstance(weights, Few) and weights.channels[t]:
-            return by_channel({"q": history.plain, "k": history.plain, "v": history.plain}, weights.channels[t], found)
-        return _seen(found)
+        return self.seen(found, weights, t, history.newest)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
-        if self.few:
-            return super().write(states, weights, t, *branches)
         f, history = super().write(states, weights, t, *branches)
         if self.last is None or len(history.states) + 1 < self.last + 2 + _WAITING:
             return f, history
@@ -238,12 +233,10 @@ class DCA(GRNv3):
     """
 
     reads_qkv: ClassVar[bool] = True
+    inputs: ClassVar[tuple[Channel, ...]] = QKV
 
     separate_norms: bool = False
     channels: tuple[Channel, ...] | None = None
-
-    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
-        return of_attention(self.channels, t in dims.attention)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """As in `GRN`.
@@ -254,11 +247,3 @@ class DCA(GRNv3):
         if not (dims.attention or self.few):
             raise no_attention(self, dims.depth, "use grn-v3")
         return super().parameters(dims, start)
-
-
-def _seen(ways: Sequence[Tensor | Mix]) -> Tensor | Mix | QKVInputs:
-    """What a unit reads in one way or three."""
-    if len(ways) == 1:
-        return ways[0]
-    q, k, v = map(materialize, ways)
-    return QKVInputs(q, k, v, residual=q)

@@ -74,7 +74,7 @@ class TwoLanes(HyperConnections):
         return super().weights({"static": static}, dims)
 
     def _lanes(self, depth: int) -> list[int]:
-        """Of each unit, the lane that it reads."""
+        """The lane that each unit reads."""
         named: Any = range(2, depth + 1, 2) if self.second is None else self.second
         second = {t if t > 0 else depth + 1 + t for t in named if isinstance(t, int)}
         return [int(t in second) for t in range(1, depth + 1)]

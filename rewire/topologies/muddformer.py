@@ -25,7 +25,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import CHANNELS, Channel, Few, by_channel
+from rewire.topologies.wiring import CHANNELS, Channel, Few
 
 _EPS = 1e-6  # of the norms
 _AFTER = 1e-3  # the paper's first scale of the norm behind the mix
@@ -102,6 +102,7 @@ class MUDDFormer(Dense[Aggregates]):
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"w1", "w2"})
     reads_qkv: ClassVar[bool] = True
+    inputs: ClassVar[tuple[Channel, ...]] = CHANNELS
 
     separate_norms: bool = False
     block: int | None = None
@@ -111,12 +112,6 @@ class MUDDFormer(Dense[Aggregates]):
     @property
     def has_program(self) -> bool:
         return not self.norms
-
-    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
-        channels = self.channels or CHANNELS
-        if t in dims.attention:
-            return channels
-        return () if "shortcut" in channels else None
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, ``w1`` and ``w2``, float32: for units t = 2..T and the output (T+1) in turn, with K = C t
@@ -171,33 +166,26 @@ class MUDDFormer(Dense[Aggregates]):
         if self.norms:
             scales = self._scales(parameters, dims)
             rows = [row._replace(before=g, after=h) for row, (g, h) in zip(rows, scales, strict=True)]
-        return self.chosen(dims, rows) if self.few else dict(zip(self.mixing(dims), rows, strict=True))
+        return self.by_read(dims, rows)
 
-    def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | QKVInputs:
+    def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
         read = weights[t]
         if read.before is not None:
-            return self._mix_normed(history, weights, t)
+            normed = Free().holding(map(_normed, history.states, read.before))
+            return self._mix_normed(normed, weights, t, history.newest)
         # [..., C n], one way after the other
         scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
         ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
-        if isinstance(weights, Few) and weights.channels[t]:
-            x = history.newest
-            return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, weights.channels[t], ways)
-        return QKVInputs(*ways) if len(ways) > 1 else ways[0]
+        return self.seen(ways, weights, t, history.newest)
 
-    def _mix_normed(self, history: Any, weights: Aggregates, t: int) -> Tensor | QKVInputs:
-        """Of a history of normed states; with few connections it has them as they are."""
+    def _mix_normed(self, history: Any, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
+        """`mix`, of a history of normed states; ``x`` is the newest as it is."""
         read = weights[t]
-        scores, x = read_off_hidden(history.plain, read.w1, read.w2, read.static.flatten(), _EPS)
-        if isinstance(weights, Few):
-            assert read.before is not None
-            history = Free().holding(map(_normed, history.states, read.before))
+        scores, x = read_off_hidden(x, read.w1, read.w2, read.static.flatten(), _EPS)
         mixes = list(map(materialize, history.mixes(None, scores.unflatten(-1, read.static.shape))))
         if read.after is not None:  # of the last way
             mixes[-1] = _normed(mixes[-1], read.after)
-        ways = [x + mix for mix in mixes]
-        channels = weights.channels[t] if isinstance(weights, Few) else CHANNELS * (len(ways) > 1)
-        return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, channels, ways) if channels else ways[0]
+        return self.seen([x + mix for mix in mixes], weights, t, x)
 
     def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
         if not self.norms or isinstance(weights, Few):
@@ -206,8 +194,7 @@ class MUDDFormer(Dense[Aggregates]):
         first, last = weights[self.first].before, weights[max(t, self.first)].before
         assert first is not None and last is not None
         history = history.read(t, _normed(newest, first[0] if t < self.first else last[-1]))
-        history.plain = newest
-        return (newest if t < self.first else self.mix(history, weights, t)), history
+        return (newest if t < self.first else self._mix_normed(history, weights, t, newest)), history
 
     def static(self, weights: Aggregates, t: int) -> Tensor:
         """a, the mean of the ways; with norms, it is of the normed states, and the newest counts 1 by itself."""

@@ -57,7 +57,7 @@ class UNet(Dense[Few]):
         scales = parameters["skip_weights"].unbind()
         pairs = zip(scales, self.wired(dims).values(), strict=True)
         rows = [torch.stack([x, torch.ones_like(x)]) if len(own) > 1 else (x + 1)[None] for x, own in pairs]
-        return self.chosen(dims, rows)
+        return self.by_read(dims, rows)
 
     def mix(self, history: Any, weights: Few, t: int) -> Tensor | Mix:
         mixed: Tensor | Mix = history.mix(weights[t])

@@ -6,16 +6,15 @@ What they do not name stays plain: it is not mixed, no state is held for it, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes.mix import Mix
-from rewire.topologies.base import QKVInputs, materialize
+from rewire.mixes.history import Free, History
+from rewire.topologies.base import total
 
-T = TypeVar("T")
 OUTPUT = "output"
 Unit = int | str  #: number from either end, or "output"; before the trunk is known, the kind of a branch, too
 Channel = Literal["q", "k", "v", "shortcut"]
@@ -26,21 +25,24 @@ Units = Unit | Sequence[Unit] | None
 Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
 #: What a branch may be, as `rewire.inspect` shows it.
 KINDS = ("attention", "cross-attention", "ffn", "parallel", "conv", "branch")
+#: In place of a source's number: the sum of all increments that are not named.
+REST = -1
 #: The inputs of an attention.
 QKV: tuple[Channel, ...] = ("q", "k", "v")
 CHANNELS: tuple[Channel, ...] = (*QKV, "shortcut")
 
 
-class Few:
+class Few(Free):
     """Weights of some reads, each of some sources: what a dense topology has in place of a table of all.
 
     Args:
-        sources: by read t, the numbers of its sources, ascending.
+        sources: by read t, the numbers of its sources, ascending, as `wired` has them.
         rows: of each of these reads, its weights.
         channels: by read t, the inputs of the unit that have reads of their own; none if all are one.
+        states: whether sources are states rather than increments.
 
     Attributes:
-        sources, channels: as above.
+        sources, channels, states: as above.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Few:
         sources: Mapping[int, tuple[int, ...]],
         rows: Mapping[int, Any],
         channels: Mapping[int, tuple[Channel, ...]],
+        states: bool,
     ) -> None:
-        self.sources, self.channels, self._rows = sources, channels, rows
+        super().__init__()
+        self.sources, self.channels, self.states, self._rows = sources, channels, states, rows
         self._last = dict(sorted((i, t) for t, numbers in sorted(sources.items()) for i in numbers))
 
     def __contains__(self, t: int) -> bool:
@@ -62,11 +66,77 @@ class Few:
 
     def held(self, t: int, newest: int) -> list[int]:
         """The sources up to ``newest`` that read t or a later one mixes."""
-        return [i for i, last in self._last.items() if i <= newest and last >= t]
+        return [i for i, last in self._last.items() if 0 <= i <= newest and last >= t]
 
-    def of(self, known: Mapping[int, T], t: int, newest: int) -> list[T]:
-        """Those of `held`, of all that are known."""
-        return [known[i] for i in self.held(t, newest)]
+    def history(self) -> FewHistory:
+        return FewHistory(self)
+
+
+class _Reading(NamedTuple):
+    """What read t finds: the newest state, and the sources that there are, by number."""
+
+    t: int
+    newest: Tensor
+    known: dict[int, Tensor]
+
+
+class FewHistory(History):
+    """The sources that later reads mix; while a unit reads, those that it mixes.
+
+    Beside it a topology holds the newest state, of increments their sum.
+
+    Attributes:
+        reading: of a history as a unit reads it.
+    """
+
+    __slots__ = ("reading",)
+
+    table: Few
+
+    def __init__(self, table: Few, states: Iterable[Tensor] = (), reading: _Reading | None = None) -> None:
+        super().__init__(table, tuple(states))
+        self.reading = reading
+
+    def read(self, t: int, x: Tensor) -> FewHistory:
+        few = self.table
+        known = dict(zip(few.held(t, t - 1 - few.states), self.states, strict=True))
+        if few.states:
+            known[t - 1] = x
+        numbers = few.sources.get(t, (t - 1,) if few.states else ())
+        if REST in numbers:
+            known[REST] = x - total(tuple([known[i] for i in numbers if i != REST]))
+        return FewHistory(few, [known[i] for i in numbers], _Reading(t, x, known))
+
+    @property
+    def kept(self) -> FewHistory:
+        if self.reading is None:
+            return self
+        t, _, known = self.reading
+        known = {**known, **dict(zip(self.table.sources.get(t, ()), self.states, strict=False))}  # for their gradients
+        return FewHistory(self.table, [known[i] for i in self.table.held(t + 1, t - 1)])
+
+    @property
+    def newest(self) -> Tensor:
+        assert self.reading is not None
+        return self.states[-1] if self.table.states else self.reading.newest
+
+    @newest.setter
+    def newest(self, x: Tensor) -> None:
+        self.states = (*self.states[:-1], x)
+
+    def written(self, t: int, increment: Tensor) -> FewHistory:
+        """The history with the increment of unit t, if a later read mixes it."""
+        return FewHistory(self.table, (*self.states, increment)) if t in self.table.held(t + 1, t) else self
+
+    def after(self, states: Sequence[Tensor]) -> FewHistory:
+        return FewHistory(self.table, states)
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> FewHistory:
+        reading = self.reading
+        if reading is not None:
+            known = {i: view(x) for i, x in reading.known.items()}
+            reading = _Reading(reading.t, view(reading.newest), known)
+        return FewHistory(self.table, map(view, self.states), reading)
 
 
 def checked_units(units: Any) -> tuple[Unit, ...] | None:
@@ -141,19 +211,6 @@ def checked_channels(channels: Any) -> tuple[Channel, ...] | None:
     return tuple(channel for channel in CHANNELS if channel in given)
 
 
-def of_attention(channels: tuple[Channel, ...] | None, attention: bool) -> tuple[Channel, ...] | None:
-    """`Dense.separate` where q, k and v have reads of their own, and the shortcut goes with q."""
-    if attention:
-        return QKV if channels is None else tuple(channel for channel in channels if channel != "shortcut") or None
-    return () if channels is None or "shortcut" in channels else None
-
-
-def by_channel(plain: Mapping[Channel, Tensor], channels: Sequence[Channel], ways: Sequence[Tensor | Mix]) -> QKVInputs:
-    """What a unit reads: ``channels`` have these ways, others what is ``plain``, the shortcut else that of q."""
-    found = {**plain, **dict(zip(channels, map(materialize, ways), strict=True))}
-    return QKVInputs(found["q"], found["k"], found["v"], found.get("shortcut", found["q"]))
-
-
 def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
     """``units`` with numbers in place of kinds, of a trunk whose units begin with branches of these kinds.
 
@@ -178,7 +235,7 @@ def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
 def wired(
     name: str, units: Units, sources: Sources, depth: int, reads: Collection[int], states: bool
 ) -> dict[int, tuple[int, ...]]:
-    """By read t, the numbers i < t of its sources, ascending.
+    """By read t, the numbers i < t of its sources, ascending; of increments, `REST` first, if some are not named.
 
     Args:
         name: of the topology, for errors.
@@ -203,7 +260,8 @@ def wired(
                 f"{', '.join(f'x{i}' for i in sorted(own) if not 0 <= i < t)}."
             )
         if own - set(range(t - implied, t)):
-            found[t] = tuple(sorted(own | set(range(t - implied, t))))
+            rest = () if states or len(own) == t else (REST,)
+            found[t] = (*rest, *sorted(own | set(range(t - implied, t))))
         elif units is not None:
             raise UnsupportedTopology(
                 f"topology '{name}': of these sources, unit {_name(t, depth)} can read none beside the newest state, "

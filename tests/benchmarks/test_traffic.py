@@ -13,7 +13,7 @@ from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.topologies.base import materialize
 
 traffic = script("traffic")

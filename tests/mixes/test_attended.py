@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
-from rewire.mixes import history
+from rewire.mixes import claimed
 from rewire.mixes.attended import AttendedTable
 from rewire.mixes.mix import softmax
 from rewire.topologies.base import materialize
@@ -61,7 +61,7 @@ def leaves(reads: int = READS, dtype: torch.dtype = torch.float64) -> tuple[Tens
 
 @pytest.fixture
 def left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, static: True)
+    monkeypatch.setattr(claimed, "left_to_autograd", lambda x, sources, static: True)
     return monkeypatch
 
 
@@ -153,7 +153,7 @@ class TestKernels:
     def test_blocks(
         self, reads: int, options: dict[str, Any], ignored: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, *_: x.dtype == torch.float64)
+        monkeypatch.setattr(claimed, "left_to_autograd", lambda x, sources, *_: x.dtype == torch.float64)
         wanted = gradients(*leaves(reads), False, ignored=ignored, group=options.get("group", 1))
         found = gradients(*leaves(reads, torch.float32), False, ignored=ignored, **options)
         for got, want in zip(found, wanted, strict=True):

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewire.kernels.cpu import plain
-from rewire.mixes.history import History, Table
+from rewire.mixes.claimed import ClaimedHistory, Table
+from rewire.mixes.history import History
 from rewire.topologies.base import materialize
 
 WIDTH = 4
@@ -49,7 +50,7 @@ def step(history: History, number: int, branch: Tensor) -> tuple[History, Tensor
 
 
 def net(flat: Tensor, first: list[Tensor], added: list[Tensor], step: Step = step) -> list[Tensor]:
-    history = History(Table(flat, len(added), len(first))).push(first[0])
+    history = Table(flat, len(added), len(first)).history().push(first[0])
     for x in first[1:]:
         history = history.push(x)
     made = []
@@ -141,7 +142,7 @@ def test_low_precision_gradients_round_once() -> None:
     """What a state gets from nine mixes is added up in float32."""
     flat = torch.randn(entries(9, 1), requires_grad=True)
     x = torch.randn(2, 3, WIDTH).bfloat16().requires_grad_()
-    history, upstream = History(Table(flat, 9)).push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
+    history, upstream = Table(flat, 9).history().push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
     outputs = []
     for s in range(9):
         outputs.append(mixed(history, s))
@@ -270,7 +271,7 @@ def test_two_forwards_before_one_backward() -> None:
 
 def test_one_history_has_two_futures() -> None:
     flat, (x,), added = draw(2)
-    start = History(Table(flat, 2)).push(x)
+    start = Table(flat, 2).history().push(x)
     futures = [start.push(branch) for branch in added]
     assert len(start.states) == 1
     got = loss([mixed(future, 1) for future in futures])
@@ -298,7 +299,7 @@ def test_branches_and_states_that_broadcast() -> None:
     narrow = [added[0].detach()[:, :1].requires_grad_(), added[1], added[2]]
     torch.testing.assert_close(gradients(net, flat, [x], narrow), gradients(naive, flat, [x], narrow))
     state = added[0].detach()[:1].requires_grad_()
-    got = mixed(History(Table(flat, 3)).push(x).push(state.tanh()), 1)
+    got = mixed(Table(flat, 3).history().push(x).push(state.tanh()), 1)
     want = flat[1] * x + flat[2] * state.tanh()
     leaves = (flat, x, state)
     torch.testing.assert_close(torch.autograd.grad(loss([got]), leaves), torch.autograd.grad(loss([want]), leaves))
@@ -350,7 +351,7 @@ def test_only_the_states_are_kept_for_backward() -> None:
     flat, first, added = draw(6, dtype=torch.bfloat16)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        history = History(Table(flat, 6)).push(first[0])
+        history = Table(flat, 6).history().push(first[0])
         for s in range(5):
             history = history.push(mixed(history, s, (added[s],)))
         mixed(history, 5)
@@ -360,7 +361,7 @@ def test_only_the_states_are_kept_for_backward() -> None:
 
 def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     flat, (x,), added = draw(6)
-    history = History(Table(flat, 6)).push(x)
+    history = Table(flat, 6).history().push(x)
     outputs = []
     for s in range(6):
         outputs.append(mixed(history, s))
@@ -379,5 +380,5 @@ def test_which_small_sums_have_gradients_by_hand(
     """Two sums of 1.5 states of 24 elements on average, 36: with one weight for each, from an eighth of them on."""
     monkeypatch.setattr(plain, "WORTHWHILE", elements)
     flat, (x,), _ = draw(2, channels=channels)
-    history = History(Table(flat, 2)).push(torch.cat([x] * 6))
-    assert (history.claims is not None) == by_hand
+    history = Table(flat, 2).history().push(torch.cat([x] * 6))
+    assert isinstance(history, ClaimedHistory) == by_hand

@@ -12,8 +12,8 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
 from rewire.kernels import switch
-from rewire.mixes import history
-from rewire.mixes.history import Table
+from rewire.mixes import claimed
+from rewire.mixes.claimed import Table
 from rewire.topologies.base import materialize
 
 WIDTH = 6
@@ -89,7 +89,7 @@ def test_left_to_autograd(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for first in (0, 3):
         calls = itertools.count()
         monkeypatch.setattr(
-            history, "left_to_autograd", lambda x, sources, static, n=calls, first=first: next(n) >= first
+            claimed, "left_to_autograd", lambda x, sources, static, n=calls, first=first: next(n) >= first
         )
         torch.testing.assert_close(gradients(chain, given, ways, None, group), wanted)
 
@@ -136,5 +136,5 @@ class TestKernels:
 
         found = second()
         monkeypatch.setattr(switch, "ON", False)
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, static: True)
+        monkeypatch.setattr(claimed, "left_to_autograd", lambda x, sources, static: True)
         torch.testing.assert_close(found, second(), rtol=1e-3, atol=1e-4)

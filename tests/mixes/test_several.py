@@ -13,7 +13,7 @@ from twins import F32, F64, TOLERANCES, compare, distance, drawn, leaves_of, pen
 from rewire.kernels import switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
-from rewire.mixes.history import Table
+from rewire.mixes.claimed import Table
 from rewire.mixes.mix import pending_mix
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes

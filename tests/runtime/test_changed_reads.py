@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from every_topology import EVERY, FEW, NOT_PRESERVING, PRE_NORM_ONLY, WITH_ATTENTION
+from every_topology import EVERY, FEW, NOT_PRESERVING, PRE_NORM_ONLY, WITH_ATTENTION, kinds_first
 from mixing import learned, shaken
 from runtime.test_skipped import Block, Net, results, vectors
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ CASES = [(key, Scaling, "auto") for key in rewire.list_topologies() if key not i
 CASES += [(key, Inside, "block") for key in EVERY if key not in NOT_PRESERVING and (key in FEW or EVERY[key][1])]
 
 
-@pytest.mark.parametrize(("key", "make", "granularity"), CASES)
+@pytest.mark.parametrize(("key", "make", "granularity"), kinds_first(CASES))
 def test_it_starts_as_the_plain_network(
     key: str, make: type[Net], granularity: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,7 +88,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return dict(zip(["out", *dict(model.named_parameters())], results(model, vectors()), strict=True))
 
 
-@pytest.mark.parametrize("key", sorted(PRE_NORM_ONLY - WITH_ATTENTION))
+@pytest.mark.parametrize("key", kinds_first(sorted(PRE_NORM_ONLY - WITH_ATTENTION)))
 def test_with_weights_that_mix_it_is_the_same_written_as_branches(key: str) -> None:
     name, options = EVERY[key]
     given = {"granularity": "sublayer", "start": "paper", "example_inputs": (vectors(),), "validate": False, **options}

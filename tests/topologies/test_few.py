@@ -344,10 +344,25 @@ def test_only_named_states_are_held() -> None:
     weights = topology.weights(topology.parameters(dims, "preserve"), dims)
     states, held = topology.start(torch.zeros(2, WIDTH), weights), []
     for t in range(1, DEPTH + 1):
-        held.append(len(states))
+        held.append(1 + len(states[1].states))
         _, states = topology.read(states, weights, t)
         states = topology.write(states, weights, t, torch.ones(2, WIDTH))
     assert held == [1, 2, 2, 2, 3, 3, 1]  # the newest; x0 from its read on, x3 too, until unit 6 has read both
+
+
+@pytest.mark.parametrize("name", ["denseformer", "grn-v1"])
+def test_what_is_held_may_get_other_dimensions_while_a_unit_reads(name: str) -> None:
+    topology, dims = make_topology(name, {"sources": {3: ["x0"], "output": ["x0", 1]}}), Dims(4)
+    weights = topology.weights(topology.parameters(dims, "preserve"), dims)
+    x = torch.randn(2, 3, WIDTH)
+    _, history = topology.start(x, weights)
+    history = history.after([x, 2 * x]).read(3, 3 * x)
+    flat = history.viewed(lambda x: x.flatten(0, 1))
+    for of_flat, own in ((flat.states, history.states), (flat.kept.states, history.kept.states)):
+        assert len(of_flat) == len(own)
+        for one, other in zip(of_flat, own, strict=True):
+            torch.testing.assert_close(one, other.flatten(0, 1))
+    torch.testing.assert_close(flat.newest, history.newest.flatten(0, 1))
 
 
 def test_branches_are_named_by_kind() -> None:

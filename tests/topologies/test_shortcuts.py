@@ -120,7 +120,9 @@ def test_states_of_the_skips() -> None:
     """No state is kept longer than its partner needs it."""
     topology, blocks, held = made("unet"), net(7), []
     weights = topology.weights(topology.parameters(Dims(7, WIDTH), "paper"), Dims(7, WIDTH))
-    toy_nets.run(topology, weights, torch.randn(2, WIDTH), blocks, check=lambda *seen: held.append(len(seen[3])))
+    toy_nets.run(
+        topology, weights, torch.randn(2, WIDTH), blocks, check=lambda *seen: held.append(1 + len(seen[3][1].states))
+    )
     assert held == [1, 2, 3, 4, 3, 2, 1]
 
 

@@ -73,7 +73,7 @@ class MuP(Initializer):
         return rules.normal(self.std * m**-0.5 / (k if weight.role in LAST else 1), f", m={m:.3g}, k={k:.3g}")
 
     def factors(self, weight: Weight, roles: Roles) -> Factors:
-        """Of an optimiser like AdamW."""
+        """The factors for an optimiser like AdamW."""
         m, k = self.multipliers(roles)
         wide = weight.role in MATRICES and weight.role != "first"
         lr, decay, eps = (1 / m, m, 1 / (m * k)) if wide else (1.0, 1.0, 1 / (m * k))

@@ -70,7 +70,7 @@ class _Editor:
         if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
             changes += [self._end(state) for state in changed_dict(self.text)]
-        # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
+        # Where one expression changes several times, the outermost change first: arguments, then the kinds in turn.
         own = [
             change
             for kind, writer in _WRITERS.items()

@@ -263,8 +263,10 @@ def test_is_compiled_once(tmp_path: Path) -> None:
 
 def test_a_damaged_library_is_made_again(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded, one that is cut off kills the process."""
+    small = tmp_path / "small.cpp"
+    small.write_text("int one() { return 1; }\n")
     monkeypatch.setenv("REWIRE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setattr(native, "SOURCES", (small,))
     path = native._compiled()
     whole = path.read_bytes()
     for damaged in (whole[:5000], whole[:-1] + b"x"):
