@@ -140,6 +140,7 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
     name = next(row.name for row in found.rows if row.results and not row.is_plain)
     more = rewire.study(scaled_task(), [name], steps=20, trials=2, seeds=3, out=folder, device="cpu")
     assert more.row(name).losses[:2] == found.row(name).losses
+    assert more.earlier == sorted({*TOPOLOGIES} - {name, "dca"})  # which fitted the model
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
     assert re.match(
@@ -152,6 +153,19 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
 def test_another_budget_is_refused(found: Study, folder: Path) -> None:
     with pytest.raises(RewireError, match="this storage holds a study with"):
         rewire.study(scaled_task(), ["laurel-rw"], steps=21, out=folder, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": 2.0}, "'clip': 1.0"),
+        ({"validation": [(torch.ones(8, 4), torch.ones(8, 1))]}, "a study of another task"),
+        ({"batches": lambda seed: regression.batches(seed + 1)}, "a study of another task"),
+    ],
+)
+def test_another_task_is_refused(found: Study, folder: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewireError, match=message):
+        rewire.study(dataclasses.replace(scaled_task(), **change), ["laurel-rw"], steps=20, out=folder, progress=False)
 
 
 def test_a_plain_model_that_never_trains(tmp_path: Path) -> None:
@@ -188,7 +202,7 @@ def test_the_command(tmp_path: Path) -> None:
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert f"laurel-rw: 1 seeds show nothing, at least {report.FEWEST} are needed" in output
+    assert f"laurel-rw: nothing is shown by fewer than {report.FEWEST} seeds" in output
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
