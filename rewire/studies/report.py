@@ -164,8 +164,8 @@ class Study(Shown):
         is shown, they do not fall with the length, or it was not measured; infinite: more than 4.
         """
         points = sorted(self.lengths.items())
-        known = row.cost and self.verdict(row) in ("better", "worse") and self.about.get("steps")
-        if not known or len(points) < 2:
+        shown = self.verdict(row) in ("better", "worse")
+        if row.cost is None or not shown or not self.about.get("steps") or len(points) < 2:
             return None
         (a, first), (b, last) = points[0], points[-1]
         if not last < first < math.inf:
