@@ -139,7 +139,7 @@ def main() -> None:
     if not options.table:
         parts = ("width", "depth") if options.over is None else (options.over,)
         rows = {key(row): row for row in json.loads(RESULTS.read_text())}
-        for over, family, scaled in itertools.product(parts, FAMILIES, (True, False)):
+        for over, scaled, family in itertools.product(parts, (True, False), FAMILIES):
             row = run(family, over, scaled)
             print(family, over, scaled, row["exponents"], flush=True)
             rows[key(row)] = row
