@@ -8,7 +8,7 @@ import pytest
 
 from rewire.init import Scaled
 from rewire.studies.contenders import PLAIN, parse
-from rewire.studies.page import write
+from rewire.studies.page import _log, write
 from rewire.studies.report import Row, Study
 from rewire.studies.training import Cost, Point, Result, Setting, Trial
 
@@ -148,3 +148,4 @@ def test_pages_of_odd_results(tmp_path: Path) -> None:
     assert found.baseline.name == "residual" and found.verdict(plain) == "diverged"
     assert page.count("<td>diverged</td>") == 2 and "nan" not in page.split("<img")[0]
     assert (tmp_path / "curves.png").exists()
+    assert [_log({"unet": [(1.0, 2.0), (2.0, loss)]}) for loss in (0.5, -0.5)] == ["y", ""]
