@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -125,6 +126,11 @@ def table(rows: list[dict[str, Any]], over: str) -> str:
     return "\n".join(lines)
 
 
+def key(row: dict[str, Any]) -> tuple[str, int, bool]:
+    """Of a result, in the order of the tables."""
+    return row["over"], [*FAMILIES].index(row["family"]), row["scaled"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", action="store_true", help="only print the tables of what was found")
@@ -132,13 +138,12 @@ def main() -> None:
     options = parser.parse_args()
     if not options.table:
         parts = ("width", "depth") if options.over is None else (options.over,)
-        rows = [row for row in json.loads(RESULTS.read_text()) if row["over"] not in parts] if options.over else []
-        for over in parts:
-            for family in FAMILIES:
-                for scaled in (False, True):
-                    rows.append(run(family, over, scaled))
-                    print(family, over, scaled, rows[-1]["exponents"], flush=True)
-        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        rows = {key(row): row for row in json.loads(RESULTS.read_text())}
+        for over, scaled, family in itertools.product(parts, (True, False), FAMILIES):
+            row = run(family, over, scaled)
+            print(family, over, scaled, row["exponents"], flush=True)
+            rows[key(row)] = row
+            RESULTS.write_text("[\n" + ",\n".join(json.dumps(rows[each]) for each in sorted(rows)) + "\n]\n")
     rows = json.loads(RESULTS.read_text())
     for over in ("width", "depth"):
         print(f"\nOver {over}\n\n{table(rows, over)}")

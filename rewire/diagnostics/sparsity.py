@@ -147,7 +147,7 @@ def sparsify(
     at_once: int = 8,
     seed: int = 0,
 ) -> Sparsity:
-    """Find the few connections of a trained dense topology that count, to train again with these alone.
+    """Rank the connections of a trained dense topology, to train again with the best ones alone.
 
     All learned connections but one are set to those of the plain network, for each in turn, and the loss is measured
     again: what lowers it most is kept. (What raises it most when it is left out, as `rewire.ablate` does, is another

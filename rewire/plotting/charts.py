@@ -48,7 +48,7 @@ def plot_curves(
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         xlabel: what x is.
         ylabel: what y is.
-        log: axes with logarithmic scales: "", "y" or "xy".
+        log: axes with logarithmic scales: "", "x", "y" or "xy".
 
     Raises:
         ImportError: matplotlib is missing.

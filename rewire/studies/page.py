@@ -52,17 +52,22 @@ def draw(study: Study, folder: Path) -> None:
     # From an eighth of the budget on: the steep start would squeeze the rest into a line.
     curves = {row.name: [(float(p.step), p.loss) for p in row.curve() if p.loss < math.inf] for row in ran}
     late = {name: points[-max(2, len(points) * 7 // 8) :] for name, points in curves.items() if points}
-    plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds", log="y")
+    plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds", log=_log(late))
     gains = {row.name: study.gain(row) for row in study.rows if row.results}
     intervals = {name: (-gain.high, -gain.low) for name, gain in gains.items() if math.isfinite(gain.low)}
     xlabel = "final validation loss minus the baseline's, same seed"
     values = {name: [-value for value in gain.values] for name, gain in gains.items()}
     plot_differences(values, folder / "differences.png", xlabel, intervals)
     rates = {row.name: points for row in study.rows if (points := _by_rate(row))}
-    plot_curves(rates, folder / "rates.png", "learning rate", "validation loss in the search", log="xy")
+    plot_curves(rates, folder / "rates.png", "learning rate", "validation loss in the search", log="x" + _log(rates))
     first = next((row for row in ran if row.results[0].matrix), None)
     if first is not None:
         plot_heatmap({first.name: torch.tensor(first.results[0].matrix)}, folder / "weights.png")
+
+
+def _log(curves: dict[str, list[tuple[float, float]]]) -> str:
+    """Losses of densities may be negative, and have no logarithm."""
+    return "y" if all(loss > 0 for points in curves.values() for _, loss in points) else ""
 
 
 def _by_rate(row: Row) -> list[tuple[float, float]]:
@@ -94,8 +99,8 @@ def html(study: Study, folder: Path) -> str:
 <p class="answer">{escape(study.headline())}</p>
 <div class="wide"><table><thead><tr>{_head(TITLES)}</tr></thead><tbody>
 {rows}</tbody></table></div>
-<p>Runs of {budget}, {study.about["seeds"]} seeds of each. All but the row "residual" start with embeddings multiplied
-by {scales.embedding:g} and the ends of branches by {scales.branch:g}, the best that was found for the plain model.
+<p>Runs of {budget}, {study.about["seeds"]} seeds of each. Topologies start with embeddings multiplied by
+{scales.embedding:g} and the ends of branches by {scales.branch:g}, the best that was found for the plain model.
 "in its time": below the plain model when that trains for as long. "speed-up": time that the plain model would need for
 this loss, over the time that this took. "step": its time, as a multiple of the plain model's. "conn.": factor on the
 rates of the connection weights.</p>
@@ -132,7 +137,7 @@ def _searches(study: Study) -> str:
         for setting, loss in sorted(row.tried.items(), key=lambda item: item[0].rate):
             runs = [result for result in row.searched if result.trial.setting == setting]
             cells = [f"{x:.3g}" for x in (setting.rate, setting.connections, setting.embedding, setting.branch)]
-            cells += [f"{loss:.4f}", str(sum(r.spikes for r in runs)), str(sum(r.loss == math.inf for r in runs))]
+            cells += [f"{loss:.4g}", str(sum(r.spikes for r in runs)), str(sum(r.loss == math.inf for r in runs))]
             lines.append(f"<tr><td>{escape(row.name)}</td>{_cells(cells)}</tr>\n")
     return "".join(lines)
 

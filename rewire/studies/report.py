@@ -87,10 +87,11 @@ class Study(Shown):
     Attributes:
         rows: from the lowest mean loss to the highest; then those that were dropped after the search, and failed ones.
         scales: an initialiser with the best factors that were found for the plain model's weights: pass it on as
-            ``rewire.compile(.., init=found.scales)``. All models but the row "residual" started with these.
+            ``rewire.compile(.., init=found.scales)``. All topologies started with these.
         effects: what the search says of each of these factors.
         lengths: mean loss of the baseline by the length of its run, as a multiple of the budget.
         about: budget, trials, seeds, machine, versions.
+        earlier: topologies that are no rows, but were studied before with the same storage: p-values count them.
     """
 
     rows: list[Row]
@@ -98,9 +99,10 @@ class Study(Shown):
     effects: dict[str, str]
     lengths: dict[float, float]
     about: dict[str, Any]
+    earlier: list[str] = dataclasses.field(default_factory=list)
 
     def row(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+        return {row.name: row for row in self.rows}[name]
 
     @functools.cached_property
     def baseline(self) -> Row:
@@ -120,7 +122,7 @@ class Study(Shown):
     def p(self) -> dict[str, float]:
         """p-values of the rows that were compared, corrected for all that entered (Holm)."""
         entered = [row for row in self.rows if not row.is_plain]
-        return holm({row.name: self.gain(row).p for row in entered if row.results}, len(entered))
+        return holm({row.name: self.gain(row).p for row in entered if row.results}, len(entered) + len(self.earlier))
 
     @functools.cached_property
     def smallest(self) -> float:
@@ -134,12 +136,12 @@ class Study(Shown):
 
     def verdict(self, row: Row) -> str:
         """What is shown: better, worse, no difference, or why nothing is."""
-        if row.is_plain:
-            return "baseline" if row is self.baseline else "plain"
         if not row.results:
             return "dropped" if row.tried and not row.reason else "not run"
         if not math.isfinite(row.mean):
             return "diverged"
+        if row.is_plain:
+            return "baseline" if row is self.baseline else "plain"
         if len(row.results) < FEWEST:
             return "too few seeds"
         if self.p[row.name] > LEVEL or abs(self.gain(row).mean) < self.smallest:
@@ -158,17 +160,18 @@ class Study(Shown):
     def speed_up(self, row: Row) -> float | None:
         """Time that the plain model needs for this loss, over the time that this one took.
 
-        From the plain model's losses at several lengths, in a straight line over their logarithm. None: they do not
-        fall with the length, or it was not measured; infinite: more than four times the longest.
+        From the plain model's losses at several lengths, in a straight line over their logarithm. None: no difference
+        is shown, they do not fall with the length, or it was not measured; infinite: more than 4.
         """
         points = sorted(self.lengths.items())
-        if row.cost is None or not row.results or not self.about.get("steps") or len(points) < 2:
+        shown = self.verdict(row) in ("better", "worse")
+        if row.cost is None or not shown or not self.about.get("steps") or len(points) < 2:
             return None
         (a, first), (b, last) = points[0], points[-1]
         if not last < first < math.inf:
             return None
-        length = a * (b / a) ** ((first - row.mean) / (first - last))
-        return math.inf if length > 4 * b else length / row.cost.time
+        times = math.log(b / a) * (first - row.mean) / (first - last) + math.log(a / row.cost.time)
+        return math.inf if times > math.log(4) else math.exp(times)
 
     # In words.
 
@@ -189,7 +192,8 @@ class Study(Shown):
     def findings(self) -> list[str]:
         """Sentences on each topology, whichever way it fell, and on the plain model's scales."""
         scales = [f"Scale of {name}: {effect}." for name, effect in self.effects.items()]
-        return [self._finding(row) for row in self.rows if not row.is_plain] + scales
+        counted = [f"p-values also count what was studied before: {', '.join(self.earlier)}."] if self.earlier else []
+        return [self._finding(row) for row in self.rows if not row.is_plain] + scales + counted
 
     def limits(self) -> str:
         """What these numbers do not show."""
@@ -199,15 +203,16 @@ class Study(Shown):
         verdict = self.verdict(row)
         if verdict == "not run":
             return f"{row.name}: {row.reason}."
+        numbers = " and ".join(row.edges)
+        short = f" Its search was cut short: not all neighbours in {numbers} were tried." if numbers else ""
         if verdict == "dropped":
             loss = min(row.tried.values())
-            return f"{row.name}: dropped after the search, in which others had lower losses ({loss:.4g})."
+            return f"{row.name}: dropped after the search, in which others had lower losses ({loss:.4g}).{short}"
         if verdict == "diverged":
-            bad = sum(loss == math.inf for loss in row.losses)
-            return f"{row.name} diverged on {bad} of {len(row.losses)} seeds."
+            return f"{row.name} {_diverged(row.losses)}.{short}"
         gain = self.gain(row)
         if verdict == "too few seeds":
-            words = f"{len(row.losses)} seeds show nothing, at least {FEWEST} are needed"
+            words = f"nothing is shown by fewer than {FEWEST} seeds"
         elif verdict == "no difference" and self.p[row.name] <= LEVEL:
             words = (
                 f"a difference is shown, but it is less than {SMALLEST:g} of what seeds differ by, and does not count"
@@ -219,13 +224,11 @@ class Study(Shown):
         ahead = sum(value > 0 for value in gain.values)
         sentences = [
             f"{row.name}: {words}; {_interval(gain)} below {self.baseline.name} at equal steps, lower on {ahead} of "
-            f"{len(gain.values)} seeds, p = {self.p[row.name]:.2g}.",
+            f"{len(gain.values)} seeds, p = {self.p[row.name]:.2g}.{short}",
             *self._controls(row),
         ]
         if (timed := self.in_its_time(row)) is not None:
             sentences.append(f"With the plain model trained for the same time: {_shown(timed)}.")
-        if row.edges:
-            sentences.append(f"Its search was cut short: not all neighbours in {' and '.join(row.edges)} were tried.")
         last = row.results[0].moves
         if last is not None:
             sentences.append(f"Its weights moved by up to {last}.")
@@ -238,7 +241,7 @@ class Study(Shown):
         if (end := self.learned(row)) is not None:
             gained = end.p <= LEVEL and end.mean > 0
             meaning = "learning them gains" if gained else "no gain from learning them is shown"
-            said.append(f"Frozen where another run's ended, the model trained anew: {_interval(end)}; {meaning}.")
+            said.append(f"Frozen where another run's ended, the model trained anew: {_shown(end)}; {meaning}.")
         if (rule := self.learned(row, "rule")) is not None:
             said.append(f"Against the nearest fixed rule: {_shown(rule)}.")
         return said
@@ -260,16 +263,18 @@ class Study(Shown):
         verdict = self.verdict(row)
         cost = "" if row.cost is None else f"{row.cost.time:.2f}"
         rate = "" if row.setting is None else f"{row.setting.rate:.2g}"
+        rate += "" if row.setting is None or row.is_plain else f"×{row.setting.connections:g}"
+        if verdict == "diverged":
+            return ["", "", verdict, "", "", cost, rate]
         if row.is_plain:
-            gain = "" if row is self.baseline else _signed(self.gain(row))
+            gain = "" if row is self.baseline else _interval(self.gain(row), "+")
             return [f"{row.mean:.4g}", gain, verdict, "", "", cost, rate]
-        rate += "" if row.setting is None else f"×{row.setting.connections:g}"
         if not row.results:
             return ["", "", verdict, "", "", cost, rate]
         timed, speed = self.in_its_time(row), self.speed_up(row)
         return [
             f"{row.mean:.4g}",
-            _signed(self.gain(row)),
+            _interval(self.gain(row), "+"),
             f"{verdict} ({self.p[row.name]:.2g})",
             "" if timed is None else f"{timed.mean:+.2g}",
             "" if speed is None else f"{speed:.2f}" if speed < math.inf else ">4",
@@ -322,16 +327,21 @@ class Study(Shown):
         }
 
 
-def _interval(found: Difference) -> str:
-    return f"{found.mean:.2g} ({found.low:.2g} to {found.high:.2g})"
+def _interval(found: Difference, sign: str = "") -> str:
+    """The mean, and its interval where there is one."""
+    if math.isnan(found.low):
+        return f"{found.mean:{sign}.2g}"
+    return f"{found.mean:{sign}.2g} ({found.low:{sign}.2g} to {found.high:{sign}.2g})"
 
 
-def _signed(found: Difference) -> str:
-    return f"{found.mean:+.2g} ({found.low:+.2g} to {found.high:+.2g})"
+def _diverged(values: Sequence[float]) -> str:
+    return f"diverged on {sum(not math.isfinite(value) for value in values)} of {len(values)} seeds"
 
 
 def _shown(found: Difference) -> str:
     """What a difference to a control says, in words."""
+    if not math.isfinite(found.mean):
+        return f"the control {_diverged(found.values)}"
     if found.p > LEVEL:
         return f"no difference shown, {_interval(found)} lower"
     return f"{_interval(found)} lower" if found.mean > 0 else f"{abs(found.mean):.2g} higher"

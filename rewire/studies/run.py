@@ -8,7 +8,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,7 +23,7 @@ from rewire.studies.report import Row, Study
 from rewire.studies.runs import Kept, Runs, Tick, opened
 from rewire.studies.search import Tried, at_edge, best, climb, effects, scaled
 from rewire.studies.task import Budget, Task
-from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial
+from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial, evaluate, make
 
 #: Seeds on which rates and scales are searched; those that are compared come after them.
 SEARCHED = (0, 1)
@@ -90,9 +89,8 @@ def study(
     where = torch.device(device) if device else default_device()
     budget, folder = Budget(steps, seconds), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate}
     with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as bar:
-        _expect(Kept("settings", kept), settings)
+        _expect(Kept("settings", kept), task, budget, where)
         runs = Runs(task, budget, kept, where, say, bar) if progress else Runs(task, budget, kept, where)
         plan = _Plan(runs, trials, seeds, finalists)
         rows = [plan.entry(contender) for contender in contenders]
@@ -155,14 +153,18 @@ class _Plan:
 
     def run(self, rows: Sequence[Row]) -> Study:
         plain, scaled_row, tried = self._plain()
-        baseline = min((row for row in (plain, scaled_row) if row), key=lambda row: row.mean)
+        plains = [row for row in (plain, scaled_row) if row]
+        baseline = min(plains, key=lambda row: row.mean)
         assert baseline.setting is not None
+        if not baseline.mean < math.inf:
+            raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
         searched = [self._search(row, baseline.setting) if row.cost else row for row in rows]
         ranked = sorted((row for row in searched if row.setting), key=lambda row: min(row.tried.values()))
         names = {row.name for row in ranked[: self.finalists]}
         compared = [self._compare(row) if row.name in names else row for row in searched]
-        plains = [row for row in (plain, scaled_row) if row]
-        found = Study([*plains, *compared], baseline.setting.scales, effects(tried, self.has), {1.0: baseline.mean}, {})
+        lengths, earlier = {1.0: baseline.mean}, sorted(self.runs.entered() - {row.name for row in rows})
+        said = effects(tried, self.has)
+        found = Study([*plains, *compared], baseline.setting.scales, said, lengths, {}, earlier)
         rows = [self._controls(row, baseline) if found.verdict(row) == "better" else row for row in found.rows]
         rows.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
         return dataclasses.replace(found, rows=rows, lengths=self._lengths(baseline, rows))
@@ -197,8 +199,6 @@ class _Plan:
         finite = sorted((each for each in row.tried if row.tried[each] < math.inf), key=row.tried.__getitem__)
         rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in finite[:count]]
         found = min(rows, key=lambda row: row.mean)
-        if not found.mean < math.inf:
-            raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
         return dataclasses.replace(found, searched=self.runs.results(PLAIN, _searches(row.tried)))
 
     def _search(self, row: Row, start: Setting) -> Row:
@@ -269,13 +269,29 @@ def _duration(seconds: float) -> str:
     )
 
 
-def _expect(kept: Kept, settings: dict[str, Any]) -> None:
-    """Keep the settings of a new storage, and refuse others in an old one."""
+def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> None:
+    """Keep what a new storage is of, and refuse another budget or task in an old one.
+
+    A task is known by its numbers, and by the losses of the untrained model of a seed on its data.
+    """
+    model = make(task, PLAIN, Trial(Setting(task.learning_rate), SEARCHED[0]), device)
+    first = dataclasses.replace(task, validation=[next(iter(task.batches(SEARCHED[0])))])
+    losses = [evaluate(each, model, device) for each in (task, first)]
+    numbers = {name: getattr(task, name) for name in ("learning_rate", "weight_decay", "clip")}
+    settings = {**dataclasses.asdict(budget), **numbers}
     known = kept.notes.get("settings")
     if known is None:
-        kept.note("settings", settings)
-    elif known != settings:
+        kept.note("settings", {**settings, "losses": losses})
+        return
+    before = known.pop("losses", losses)
+    if known != settings:
         raise RewireError(f"this storage holds a study with {known}, not {settings}: give another storage or folder.")
+    if not all(math.isclose(a, b, rel_tol=0.01) for a, b in zip(before, losses, strict=True)):
+        raise RewireError(
+            f"this storage holds a study of another task: before training, the plain model of seed {SEARCHED[0]} had "
+            f"losses of {before} on the validation batches and the first batch, and now has {losses}. Give another "
+            "storage or folder; if the task is the same, let its model and batches follow from their seeds alone."
+        )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import nn
 from rewire.diagnostics.moves import Moves
 from rewire.errors import RewireError
 from rewire.runtime.connection import connections
-from rewire.studies.contenders import Contender, Held, Values
+from rewire.studies.contenders import PLAIN, Contender, Held, Values
 from rewire.studies.rules import fixed_rule
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import Cost, Point, Result, Setting, Trial, cost, make, train
@@ -37,7 +37,7 @@ class Runs:
     """Makes the runs that are not in the storage yet.
 
     Several processes may work at one storage: a run that another one is at is not begun a second time, unless that one
-    was killed (on another machine: has been silent for ten minutes).
+    was killed, or has been silent for ten minutes.
 
     Attributes:
         say: gets a line on each run that ended.
@@ -104,6 +104,13 @@ class Runs:
         if "cost" not in kept.notes:
             kept.note("cost", cost(self.task, contender, self.device))
         return Cost(*kept.notes["cost"])
+
+    def entered(self) -> set[str]:
+        """Topologies of this storage, those of earlier calls among them: what a step costs is measured of each."""
+        import optuna
+
+        names = optuna.get_all_study_names(self.storage)
+        return {name for name in names if name != PLAIN.name and "cost" in Kept(name, self.storage).notes}
 
     def _rule(self, model: nn.Module) -> Values | None:
         rules = {trunk: fixed_rule(connection) for trunk, connection in connections(model).items()}
@@ -210,9 +217,9 @@ def _result(trial: optuna.trial.FrozenTrial) -> Result:
 def _alive(trial: optuna.trial.FrozenTrial) -> bool:
     """Whether the process of a run that did not end still works at it, as far as can be told from here."""
     host, process, heard = trial.user_attrs.get("process", ("", 0, 0.0))
-    if host == socket.gethostname() and os.name == "posix":
-        return process != os.getpid() and _exists(process)
-    return time.time() - heard < _SILENT
+    if host == socket.gethostname() and os.name == "posix" and (process == os.getpid() or not _exists(process)):
+        return False
+    return time.time() - heard < _SILENT  # its number may be another process's by now
 
 
 def _exists(process: int) -> bool:

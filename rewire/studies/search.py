@@ -92,7 +92,7 @@ def effects(tried: Tried, has: dict[str, bool]) -> dict[str, str]:
         if all(abs(loss - tried[centre]) <= 1e-6 * abs(tried[centre]) for loss in others):
             found[name] = f"no effect ({_listed(alone)})"
         else:
-            found[name] = f"best {getattr(centre, name):g} of {_listed(alone)}"
+            found[name] = f"best {getattr(centre, name):g} of {_listed(alone)} in the search"
     return found
 
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import regression
 import torch
+from optuna.storages import InMemoryStorage
 from regression import task
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -21,7 +23,12 @@ import rewire
 from rewire import cli
 from rewire.errors import RewireError
 from rewire.studies import report
+from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.report import Study
+from rewire.studies.run import _Plan
+from rewire.studies.runs import Runs
+from rewire.studies.task import Budget
+from rewire.studies.training import Cost, Point, Result, Trial
 
 TOPOLOGIES = ["skipinit", "ancre-ingoing:start=paper", "laurel-rw", "dca"]
 
@@ -140,6 +147,7 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
     name = next(row.name for row in found.rows if row.results and not row.is_plain)
     more = rewire.study(scaled_task(), [name], steps=20, trials=2, seeds=3, out=folder, device="cpu")
     assert more.row(name).losses[:2] == found.row(name).losses
+    assert more.earlier == sorted({*TOPOLOGIES} - {name, "dca"})  # which fitted the model
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
     assert re.match(
@@ -154,10 +162,68 @@ def test_another_budget_is_refused(found: Study, folder: Path) -> None:
         rewire.study(scaled_task(), ["laurel-rw"], steps=21, out=folder, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": 2.0}, "'clip': 1.0"),
+        ({"validation": [(torch.ones(8, 4), torch.ones(8, 1))]}, "a study of another task"),
+        ({"batches": lambda seed: regression.batches(seed + 1)}, "a study of another task"),
+    ],
+)
+def test_another_task_is_refused(found: Study, folder: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewireError, match=message):
+        rewire.study(dataclasses.replace(scaled_task(), **change), ["laurel-rw"], steps=20, out=folder, progress=False)
+
+
 def test_a_plain_model_that_never_trains(tmp_path: Path) -> None:
     broken = dataclasses.replace(task, loss=lambda model, batch: model(batch[0]).mean() * torch.nan)
     with pytest.raises(RewireError, match="no learning rate gave the plain model a finite loss"):
         rewire.study(broken, ["laurel-rw"], steps=5, trials=1, seeds=1, out=tmp_path, progress=False)
+
+
+class Told(Runs):
+    """Runs whose losses are told by a function in place of training."""
+
+    def __init__(self, loss: Callable[[Contender, Trial], float]) -> None:
+        super().__init__(task, Budget(20), InMemoryStorage(), torch.device("cpu"))
+        self.loss = loss
+
+    def cost(self, contender: Contender) -> Cost:
+        return Cost(0.01, 1.5, 0, 0 if contender == PLAIN else 3)
+
+    def results(self, contender: Contender, trials: Sequence[Trial], values: object = None) -> list[Result]:
+        return [Result(t, [Point(0, 0.0, 2.0), Point(20, 1.0, self.loss(contender, t))]) for t in trials]
+
+
+def planned(loss: Callable[[Contender, Trial], float]) -> Study:
+    plan = _Plan(Told(loss), trials=7, seeds=5, finalists=2)
+    return plan.run([plan.entry(parse("laurel-rw"))])
+
+
+def test_one_plain_model_may_diverge() -> None:
+    """On a seed that is compared; with other scales it does not, and is the baseline."""
+
+    def loss(contender: Contender, trial: Trial) -> float:
+        plain = trial.setting.branch == 1
+        if plain and trial.seed == 3:
+            return math.inf
+        return 1 + 0.1 * plain + abs(math.log(trial.setting.rate / 0.02)) + abs(math.log(trial.setting.branch / 4)) / 9
+
+    found = planned(loss)
+    assert found.baseline.name == "residual, scaled" and found.verdict(found.row("residual")) == "diverged"
+    with pytest.raises(RewireError, match="give the task a lower `clip`"):
+        planned(lambda contender, trial: math.inf if trial.seed == 3 else abs(math.log(trial.setting.rate / 0.02)))
+
+
+def test_a_topology_that_diverges_on_all_seeds_that_are_compared() -> None:
+    def loss(contender: Contender, trial: Trial) -> float:
+        if contender != PLAIN and trial.seed > 1:
+            return math.inf
+        return abs(math.log(trial.setting.rate / 0.02)) + abs(math.log(trial.setting.connections / 64))
+
+    found = planned(loss)
+    assert found.findings()[0].startswith("laurel-rw diverged on 5 of 5 seeds. Its search was cut short")
+    assert found.best is None and found.lengths == {1.0: found.baseline.mean}
 
 
 @pytest.mark.parametrize("numbers", [{"trials": 0}, {"seeds": 0}, {"finalists": 0}])
@@ -188,7 +254,7 @@ def test_the_command(tmp_path: Path) -> None:
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert f"laurel-rw: 1 seeds show nothing, at least {report.FEWEST} are needed" in output
+    assert f"laurel-rw: nothing is shown by fewer than {report.FEWEST} seeds" in output
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.

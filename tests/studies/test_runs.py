@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,8 +63,11 @@ def test_what_another_process_is_at_is_not_begun(tmp_path: Path) -> None:
         number, storage = kept._study.trials[0]._trial_id, kept._study._storage
         storage.set_trial_user_attr(number, "process", ["elsewhere", 1, time.time()])
         assert kept.running() == [TRIAL]
-        storage.set_trial_user_attr(number, "process", ["elsewhere", 1, time.time() - 601])
-        assert kept.running() == []
+        for host in ("elsewhere", socket.gethostname()):  # here, the number is another process's by now
+            storage.set_trial_user_attr(number, "process", [host, os.getppid(), time.time() - 601])
+            assert kept.running() == []
+        storage.set_trial_user_attr(number, "process", [socket.gethostname(), os.getppid(), time.time()])
+        assert kept.running() == [TRIAL]
 
 
 def test_a_run_that_diverges_has_an_infinite_loss(tmp_path: Path) -> None:

@@ -81,4 +81,4 @@ def test_a_scale_without_effect_or_that_was_not_tried_is_named() -> None:
     found = effects(tried, {"embedding": False, "branch": True})
     assert found == {"embedding": "not tried: the model has no such weights", "branch": "no effect (0.25, 1, 4)"}
     tried = search(Setting(0.01), ["branch"], lambda setting: distance(setting, branch=4.0))
-    assert effects(tried, {"branch": True}) == {"branch": "best 4 of 0.25, 1, 4, 16"}
+    assert effects(tried, {"branch": True}) == {"branch": "best 4 of 0.25, 1, 4, 16 in the search"}
