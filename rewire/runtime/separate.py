@@ -139,7 +139,7 @@ class SeparateInputs:
         Raises:
             OutOfOrder: there are, and the tensor is none that was made of them.
         """
-        qkv = self._taken(value)
+        qkv = self._taken(self.open(value, None))  # that of a function inside a forward
         if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
             raise self.lost("projects queries, keys or values from a tensor that was not made of what it read for them")
         return qkv

@@ -160,8 +160,9 @@ class _Planner:
                     f"the residual stream starts in an expression of {function.text.where()} that a loop runs again "
                     "between two residual adds"
                 )
-            norm = self._norm(scope, start, value)
-            function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
+            norm, item = self._norm(scope, start, value), self._number_made(value, scope)
+            index = None if item is None else self._index_returned(value, scope)
+            function.put(("open", at), Open(at, number, norm, item if index is None else None, index))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""

@@ -166,14 +166,14 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
 
 
 def place_returned(text: Text, name: str | None) -> int | None:
-    """The place of a variable in the tuple that a function returns; None if its returns do not agree on one."""
+    """The place of a variable in the tuple or list that a function returns; None if its returns differ."""
     returns = [node.value for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
     places = {
         next((n for n, x in enumerate(value.elts) if isinstance(x, ast.Name) and x.id == name), None)
         for value in returns
-        if isinstance(value, ast.Tuple)
+        if isinstance(value, (ast.Tuple, ast.List))
     }
-    return places.pop() if len(places) == 1 and all(isinstance(value, ast.Tuple) for value in returns) else None
+    return places.pop() if len(places) == 1 and all(isinstance(v, (ast.Tuple, ast.List)) for v in returns) else None
 
 
 def assigned(text: Text, node: ast.AST) -> str | None:

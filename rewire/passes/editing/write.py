@@ -239,7 +239,7 @@ class _Editor:
             node = self._expression(edit.at)
             while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # on both ways
                 node = self.parents[node]  # type: ignore[assignment]
-            if edit.item is None and getattr(edit, "index", None) is None:
+            if edit.item is None and edit.index is None:
                 self._check_one_value(node)
             inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # what is around it is assigned
             return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]

@@ -13,7 +13,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -309,13 +309,11 @@ class _Wiring(Recorder):
             self.replaced.append(new)
         self.counts[path,] += 1
         if path in self.readers:
-            copied = pytree.tree_map(self._copied, (args, kwargs))  # the call may write to what it was given
+            copied = _changed((args, kwargs), self._copied)  # the call may write to what it was given
             self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
 
-    def _copied(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
+    def _copied(self, item: Tensor) -> Tensor:
         made = self.known.get(id(item))
         copied = item.clone()
         self.origins[id(copied)] = None if made is None else self.keys.get(made.index)
@@ -369,12 +367,10 @@ class _Wiring(Recorder):
         module, args, kwargs, counts = self.calls[read.reader]
         x, before, depth = wires.qkv[way].clone(), self.counts, len(self.stack)
 
-        def given(item: Any) -> Any:
-            if not isinstance(item, Tensor):
-                return item
+        def given(item: Tensor) -> Tensor:
             return x if self.origins[id(item)] == read.state else item.clone()
 
-        args, kwargs = pytree.tree_map(given, (args, kwargs))
+        args, kwargs = _changed((args, kwargs), given)
         self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
         try:
             nn.Module.__call__(module, *args, **kwargs)
@@ -388,6 +384,11 @@ class _Wiring(Recorder):
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of arguments with each tensor in them changed: of dataclasses, too, which pytrees may not know."""
+    return pytree.tree_map(lambda item: mapped(item, change), value)
 
 
 def _first(given: Any) -> Tensor:
