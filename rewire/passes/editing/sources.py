@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from types import CodeType, FunctionType, ModuleType
 
-from torch import nn
+from torch import fx, nn
 
 from rewire.code.functions import Decorated, forward_of, function_with, undecorated
 from rewire.code.text import Span, Text, place_of, span_of, text_of
@@ -41,6 +41,8 @@ class Sources:
         method = undecorated(getattr(type(module), code.co_name, None))
         if "forward" in vars(module) and (not scope.helper or (method.code is code and code.co_name == "forward")):
             raise EditError(f"the forward of '{scope.path}' was replaced on this one module")
+        if isinstance(module, fx.GraphModule):
+            raise EditError(f"'{scope.path}' was traced by torch.fx, whose copies lose edits: rewire what was traced")
         if not scope.helper:
             return "forward", forward_of(module), True
         if method.code is code:

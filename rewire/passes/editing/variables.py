@@ -47,6 +47,17 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     return (span_of(last), tuple(sorted(names))) if names else None
 
 
+def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
+    """The places of a function's returns inside the statement at a place, and those of the variables with a value."""
+    around = [node for node in text.nodes.get(at, []) if isinstance(node, ast.stmt)]
+    found = [node for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
+    found = [node for node in found if any(each in around for each in text.above(node))]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in found if next(n for n in text.above(node) if isinstance(n, functions)) is text.tree]
+    bound = [(span_of(node), _bound_before(text, node)) for node in found]
+    return [(place, tuple(name for name in names if name in known)) for place, known in bound]
+
+
 #: Methods by which an object keeps a value: ``hidden.append(x)``.
 _KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
 

@@ -206,7 +206,11 @@ class _Editor:
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
-        return self._line_behind(statement, *(f"{name} = {of}.reach({name}, {to})" for name in edit.names))
+        lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
+        if isinstance(statement, ast.Return):
+            start, _ = self.text.span(statement)
+            return [Change(start, start, lambda _: "".join(f"{line}; " for line in lines))]
+        return self._line_behind(statement, *lines)
 
     def _open(self, edit: Open) -> list[Change]:
         return [*self._made("open", edit), *self._behind_if(edit)]
