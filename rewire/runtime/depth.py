@@ -98,9 +98,10 @@ class Depth:
         if not isinstance(value, (Tensor, Stream)):
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
-            new = parts[item:] if item else [part for part in parts if self._holding(part) is None]
+            new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
             self.dicts += [value] * isinstance(value, dict)
-            return mapped(value, lambda part: self.open(part, norm, trunk, post, begin and part is new[0]))
+            first = next(iter(new), None)
+            return mapped(value, lambda part: self.open(part, norm, trunk, post, begin and part is first))
         for known in self.live:
             if known.source is value:  # the same argument twice
                 return known.values[0]

@@ -256,7 +256,7 @@ class Patched(Stack):
 
     def __init__(self) -> None:
         super().__init__(PreNorm, 2)
-        for block in self.blocks:
+        for block in self.layers:
             block.forward = types.MethodType(lambda block, x: PreNorm.forward(block, x), block)
 
 
@@ -265,8 +265,8 @@ class Traced(Stack):
 
     def __init__(self) -> None:
         super().__init__(PreNorm, 2)
-        for number, block in enumerate(self.blocks):
-            self.blocks[number] = torch.fx.symbolic_trace(block)
+        for number, block in enumerate(self.layers):
+            self.layers[number] = torch.fx.symbolic_trace(block)
 
 
 @pytest.mark.parametrize("validate", [True, False])
