@@ -96,6 +96,14 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "not known: no module next to its residual adds has a weight that shows it. Use a topology with one "
             "weight per state."
         )
+    other = next((site for site in trunk.sites if site.width and site.channel_dim != trunk.channel_dim), None)
+    if topology.needs_width and other is not None:
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' has weights per channel, and the hidden states of trunk "
+            f"'{trunk.name}' have their channels in dimension {trunk.channel_dim} at '{trunk.sites[0].name}' and in "
+            f"{other.channel_dim} at '{other.name}'. Use a topology with one weight per state ('ancre-ingoing', "
+            "'denseformer'), or write the blocks so that channels keep their place between the residual adds."
+        )
     if trunk.post_norm and as_recurrence(topology) is None:
         site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(

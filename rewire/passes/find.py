@@ -372,7 +372,7 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
     States of one shape have their channels in one dimension. Without shapes the sites stay as they are.
     """
     shapes = [add.shape for add in chain.adds]
-    if len({site.width for site in sites if site.width}) < 2 or None in shapes:
+    if len({(site.width, site.channel_dim) for site in sites if site.width}) < 2 or None in shapes:
         return sites
     widths = [site.width for site in sites if site.width]
     width = max(widths, key=widths.count)

@@ -67,6 +67,7 @@ class Depth:
         post: bool = False,
         begin: bool = True,
         item: int | None = None,
+        index: int | None = None,
         qkv: bool = False,
         width: int | None = None,
     ) -> Any:
@@ -80,7 +81,9 @@ class Depth:
             post: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
                 operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
             begin: whether the trunk starts with a tensor that comes in.
-            item: if it starts with one of several in a container: with the tensor of this number.
+            item: if it starts with one of several in a container: with the tensor of this number; else with the first
+                that is no stream's value.
+            index: which of all that a tuple holds it is.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: in that case, channels of each, if they are known.
 
@@ -90,11 +93,15 @@ class Depth:
         """
         if qkv:
             return self.separate.open(value, width)
+        if index is not None:
+            return with_item(value, None, index, lambda part: self.open(part, norm, trunk, post, begin))
         if not isinstance(value, (Tensor, Stream)):
-            parts, number = tensors_and_streams(value), itertools.count()
+            parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
+            new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
             self.dicts += [value] * isinstance(value, dict)
-            return mapped(value, lambda part: self.open(part, norm, trunk, post, next(number) == (item or 0) and begin))
+            first = next(iter(new), None)
+            return mapped(value, lambda part: self.open(part, norm, trunk, post, begin and part is first))
         for known in self.live:
             if known.source is value:  # the same argument twice
                 return known.values[0]
@@ -189,6 +196,9 @@ class Depth:
         """
         if qkv:
             return self.separate.through(function)
+        if isinstance(function, functools.partial):  # which may hold a stream's value
+            held, how = function, (norm, post, kept, last, otherwise, qkv, read)
+            return lambda *args, **kwargs: self.through(held.func, *how)(*held.args, *args, **held.keywords | kwargs)
 
         alone = [self.entries[number].trunk for number in read]
 

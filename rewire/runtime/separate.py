@@ -41,8 +41,8 @@ class SeparateInputs:
             value, self._side_by_side = QKVInputs(q, k, v, residual=q), True
         if not isinstance(value, QKVInputs):
             return value
-        self._known.append((value.q, value))
-        return value.q
+        self._known.append((value.residual, value))
+        return value.residual
 
     def apply(self, function: Callable[..., Any], *values: Any) -> Any:
         """`Depth.apply`: ``function(*values)``, for queries, keys and values each; a norm may have copies for these.
@@ -64,14 +64,13 @@ class SeparateInputs:
             same = (n for n, (g, others) in enumerate(calls[:number]) if g is f and _identical(given, others))
             first = next(same, None)
             made.append(_called(f, given) if first is None else made[first])
-        number = 0 if any(value is known.q for value in _tensors(values)) else 3
         if isinstance(made[0], (tuple, list)):
             for items in zip(*made, strict=True):
                 if isinstance(items[0], Tensor):
-                    self._known.append((items[number], QKVInputs(*items)))
+                    self._known.append((items[3], QKVInputs(*items)))
         else:
-            self._known.append((made[number], QKVInputs(*made)))
-        return made[number]
+            self._known.append((made[3], QKVInputs(*made)))
+        return made[3]
 
     def _of_way(self, value: Any, way: str) -> Any:
         """``value`` with what queries, keys or values read in place of what stands for it."""
@@ -139,7 +138,7 @@ class SeparateInputs:
         Raises:
             OutOfOrder: there are, and the tensor is none that was made of them.
         """
-        qkv = self._taken(value)
+        qkv = self._taken(self.open(value, None))  # that of a function inside a forward
         if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
             raise self.lost("projects queries, keys or values from a tensor that was not made of what it read for them")
         return qkv

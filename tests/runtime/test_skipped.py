@@ -368,3 +368,27 @@ def test_layer_dropping_is_named() -> None:
     expected = [f"blocks.{n}.{part}" for n in range(DEPTH) if n not in both for part in ("attn", "mlp")]
     assert list(report.dropped) == expected and expected
     assert not rewire.inspect(Net(), (vectors(),)).dropped
+
+
+class ReturnsInALoop(Net):
+    """Leaves the loop over its blocks by a return, before a block or behind it."""
+
+    def forward(self, x: Tensor, before: int = DEPTH, behind: int = DEPTH) -> Tensor:
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            if number == before:
+                return self.norm(x)
+            x = block(x)
+            if number == behind: return self.norm(x)  # fmt: skip # noqa: E701
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic", "dca"])
+def test_a_return_in_a_loop(topology: str) -> None:
+    returning, stopping = (
+        shaken(rewire.compile(net(), topology, example_inputs=(vectors(),), validate=False), 0.1, seed=3)
+        for net in (ReturnsInALoop, Net)
+    )
+    for args, stop in (((), DEPTH), ((1,), 1), ((DEPTH, 1), 2)):
+        found, wanted = results(returning, vectors(), *args), results(stopping, vectors(), (), stop)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

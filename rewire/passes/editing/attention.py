@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from torch import nn
 
 from rewire.code.text import is_call_of_one, span_of
@@ -106,16 +108,33 @@ class _Attention:
                 raise EditError(f"the value that it reads does not come into {function.text.where()} as an argument")
             last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
             names = [name for name, ops in scope.arguments.items() if last in ops]
+            width = None if self._reads_more(scope, last, values) else self.width
             for name in names:
-                function.put(("parameter", name), Parameter(name, qkv=True, width=self.width))
-            above, call = self.sources.plan(scope.parent), self.sources.call(scope)
-            at = span_of(call)
+                function.put(("parameter", name), Parameter(name, qkv=True, width=width))
+            call = self._called(scope)
+            at, above = span_of(call), self.sources.plan(scope.parent)
             above.put(("qkv", at), Through(at, self.sources.callee(scope, call), qkv=True))
             scope = scope.parent
 
+    def _reads_more(self, scope: Scope, value: Op, values: set[Op]) -> bool:
+        """Whether a function reads what comes in for something else than projections, a gate say: as the residual.
+
+        That does not come in where the three are one tensor (`SeparateInputs.through`).
+        """
+        users = (user for user in self.flow.users[value] if scope.holds(user.scope) and user not in values)
+        return any(self.projections.ways.keys().isdisjoint(s.path for s in user.scope.outward()) for user in users)
+
+    def _called(self, scope: Scope) -> ast.Call:
+        """The expression that makes a call; a checkpoint around it gets what was read, too."""
+        call, outer = self.sources.call(scope, itself=True), self.sources.call(scope)
+        if outer is not call and scope.parent is not None:
+            at = span_of(outer)
+            self.sources.plan(scope.parent).put(("qkv", at), Through(at, qkv=True))
+        return call
+
     def _project(self, scope: Scope) -> None:
         assert scope.parent is not None
-        function, at = self.sources.plan(scope.parent), span_of(self.sources.call(scope))
+        function, at = self.sources.plan(scope.parent), span_of(self._called(scope))
         if isinstance(scope.module, nn.MultiheadAttention):
             edit = Project(at, "qkv")
         elif self.projections.fused is not None:

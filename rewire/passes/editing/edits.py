@@ -47,6 +47,7 @@ class Open:
         trunk: number of the trunk among those of the function.
         norm: what reads the value first.
         item: of a call that returns several tensors, the number of the one that it is.
+        index: the same for all that it returns, where nobody saw which are tensors.
         overwritten: whether the first add writes to it in place.
     """
 
@@ -54,6 +55,7 @@ class Open:
     trunk: int = 0
     norm: Written | None = None
     item: int | None = None
+    index: int | None = None
     overwritten: bool = False
 
 
@@ -62,12 +64,10 @@ class Push(Open):
     """An expression that makes the state that follows from the last add.
 
     Attributes:
-        index: the same for all that it returns, where nobody saw which are tensors.
         more: whether it may be on the way to that state only: other operations may follow, or not.
         others: numbers of other trunks whose streams pass the expression, one at a time.
     """
 
-    index: int | None = None
     more: bool = False
     others: tuple[int, ...] = ()
 

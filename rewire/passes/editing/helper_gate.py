@@ -37,7 +37,9 @@ class HelperGate(Gate):
         return HelperGate, made_of, {"helpers": self.helpers}
 
     def of(self, called: Any) -> Any:
-        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
+        """What to call in place of a closure, a partial or an object with a ``__call__``, if it is still that found."""
+        if isinstance(called, functools.partial):
+            return functools.partial(self.of(called.func), *called.args, **called.keywords)
         function, bound = function_of(uncompiled(called))
         same = function is not None and function.__code__ == self.original.__code__
         if function is None or not same or function.__globals__ is not self.original.__globals__:

@@ -29,7 +29,7 @@ from rewire.passes.editing.edits import (
     View,
     Written,
 )
-from rewire.passes.editing.refused import check_add, check_in_place, check_returns
+from rewire.passes.editing.refused import check_add, check_hooked, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import (
     assigned,
@@ -38,6 +38,7 @@ from rewire.passes.editing.variables import (
     is_one_of_several,
     only_returned,
     place_returned,
+    returns_in,
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
@@ -89,6 +90,7 @@ class _Planner:
         """Plan all edits but those of attentions; the functions that only hand the stream on."""
         carriers, entered = self.carriers, self.carriers.entered
         check_in_place(carriers)
+        check_hooked(carriers)
         closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
         for scope in entered:
@@ -160,9 +162,10 @@ class _Planner:
                     f"the residual stream starts in an expression of {function.text.where()} that a loop runs again "
                     "between two residual adds"
                 )
-            norm = self._norm(scope, start, value)
-            item, over = self._number_made(value, scope), overwritten(self.flow, [value], self.adds[0])
-            function.put(("open", at), Open(at, number, norm, item, over))
+            norm, item = self._norm(scope, start, value), self._number_made(value, scope)
+            index = None if item is None else self._index_returned(value, scope)
+            item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
+            function.put(("open", at), Open(at, number, norm, item, index, over))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
@@ -380,7 +383,9 @@ class _Planner:
             return  # they all run
         if last is not None:
             function.adds.setdefault(self.name, {})
-            function.put(("reach", last[0]), Reach(*last, (function.trunks.index(self.name),)))
+            for at, names in (last, *returns_in(function.text, *last)):
+                if names:
+                    function.put(("reach", at), Reach(at, names, (function.trunks.index(self.name),)))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""

@@ -36,6 +36,17 @@ def check_in_place(carriers: Carriers) -> None:
             )
 
 
+def check_hooked(carriers: Carriers) -> None:
+    """Refuse a hook on the gradient of a state: blocks read others in its place, whose gradients would not pass it."""
+    for op, place in carriers.flow.hooked.items():
+        if carriers.stage.get(op, len(carriers.adds)) < len(carriers.adds):
+            where, written = written_at(place)
+            raise EditError(
+                f"`{written}` at {where} hooks the gradient of a state of the residual stream, which reaches it by "
+                "other ways, too, when later blocks read it: hook what a branch returns"
+            )
+
+
 def _target(carriers: Carriers, op: Op) -> str:
     """The variable that an in-place operation is written for: ``x`` of ``x[:, 0] += f``."""
     try:
@@ -55,6 +66,11 @@ def check_add(found: Finding, add: Add) -> None:
     """Refuse an add that a checkpoint runs without the forward around it, or that is none each time it runs."""
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
+    if add.shortcut.recorded and not add.op.recorded:
+        raise EditError(
+            f"the residual add at {where} runs with gradients switched off, as inside a torch.autograd.Function, which "
+            "no stream can pass: let the function return the branch, and add that outside of it"
+        )
     if place is not None and place[0] in add.op.scope.again:
         raise EditError(
             f"the residual add at {where} stands in a function inside the forward of '{path}', which activation "

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from types import CodeType, FunctionType, ModuleType
 
-from torch import nn
+from torch import fx, nn
 
 from rewire.code.functions import Decorated, forward_of, function_with, undecorated
 from rewire.code.text import Span, Text, place_of, span_of, text_of
@@ -36,13 +36,15 @@ class Sources:
         module, code = scope.module, scope.code
         if module is None or code is None:
             raise EditError(f"the forward of '{scope.path}' is not a Python function")
-        if not scope.helper:
-            if type(module) in self.definitions:
-                return "forward", Decorated(self.definitions[type(module)]), True
-            if "forward" in vars(module):
-                raise EditError(f"the forward of '{scope.path}' was replaced on this one module")
-            return "forward", forward_of(module), True
+        if not scope.helper and type(module) in self.definitions:
+            return "forward", Decorated(self.definitions[type(module)]), True
         method = undecorated(getattr(type(module), code.co_name, None))
+        if "forward" in vars(module) and (not scope.helper or (method.code is code and code.co_name == "forward")):
+            raise EditError(f"the forward of '{scope.path}' was replaced on this one module")
+        if isinstance(module, fx.GraphModule):
+            raise EditError(f"'{scope.path}' was traced by torch.fx, whose copies lose edits: rewire what was traced")
+        if not scope.helper:
+            return "forward", forward_of(module), True
         if method.code is code:
             return code.co_name, method, True
         assert scope.parent is not None
@@ -52,12 +54,17 @@ class Sources:
         """The source of a call's function."""
         return text_of(self.function(scope)[1].function)  # type: ignore[arg-type]
 
-    def call(self, scope: Scope) -> ast.Call:
-        """The expression that made a call."""
+    def call(self, scope: Scope, itself: bool = False) -> ast.Call:
+        """The expression that made a call; in a function inside the caller's, that of the checkpoint that runs this.
+
+        Args:
+            scope: the call.
+            itself: whether it is the call itself in any case.
+        """
         parent = scope.parent
         if parent is None or scope.call is None:
             raise EditError(f"the call of '{scope.path}' was not found")
-        text, place = self.text(parent), parent.again.get(scope.call[0], scope.call)
+        text, place = self.text(parent), scope.call if itself else parent.again.get(scope.call[0], scope.call)
         calls = [node for node in text.at(*place) if isinstance(node, ast.Call)]
         if not calls:
             raise EditError(f"'{scope.path}' is called without a call expression in the source ({text.where()})")

@@ -47,6 +47,17 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     return (span_of(last), tuple(sorted(names))) if names else None
 
 
+def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
+    """The places of a function's returns inside the statement at a place, and those of the variables with a value."""
+    around = [node for node in text.nodes.get(at, []) if isinstance(node, ast.stmt)]
+    found = [node for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
+    found = [node for node in found if any(each in around for each in text.above(node))]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in found if next(n for n in text.above(node) if isinstance(n, functions)) is text.tree]
+    bound = [(span_of(node), _bound_before(text, node)) for node in found]
+    return [(place, tuple(name for name in names if name in known)) for place, known in bound]
+
+
 #: Methods by which an object keeps a value: ``hidden.append(x)``.
 _KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
 
@@ -166,14 +177,14 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
 
 
 def place_returned(text: Text, name: str | None) -> int | None:
-    """The place of a variable in the tuple that a function returns; None if its returns do not agree on one."""
+    """The place of a variable in the tuple or list that a function returns; None if its returns differ."""
     returns = [node.value for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
     places = {
         next((n for n, x in enumerate(value.elts) if isinstance(x, ast.Name) and x.id == name), None)
         for value in returns
-        if isinstance(value, ast.Tuple)
+        if isinstance(value, (ast.Tuple, ast.List))
     }
-    return places.pop() if len(places) == 1 and all(isinstance(value, ast.Tuple) for value in returns) else None
+    return places.pop() if len(places) == 1 and all(isinstance(v, (ast.Tuple, ast.List)) for v in returns) else None
 
 
 def assigned(text: Text, node: ast.AST) -> str | None:

@@ -206,7 +206,11 @@ class _Editor:
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
-        return self._line_behind(statement, *(f"{name} = {of}.reach({name}, {to})" for name in edit.names))
+        lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
+        if isinstance(statement, ast.Return):
+            start, _ = self.text.span(statement)
+            return [Change(start, start, lambda _: "".join(f"{line}; " for line in lines))]
+        return self._line_behind(statement, *lines)
 
     def _open(self, edit: Open) -> list[Change]:
         return [*self._made("open", edit), *self._behind_if(edit)]
@@ -239,7 +243,7 @@ class _Editor:
             node = self._expression(edit.at)
             while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # on both ways
                 node = self.parents[node]  # type: ignore[assignment]
-            if edit.item is None and getattr(edit, "index", None) is None:
+            if edit.item is None and edit.index is None:
                 self._check_one_value(node)
             inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # what is around it is assigned
             return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]

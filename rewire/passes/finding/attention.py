@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from rewire.conventions import out_features
-from rewire.passes.finding.adds import Add
+from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow, Op
 
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
@@ -24,6 +24,36 @@ def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str
     """
     found = [known for values in _attentions(flow, add) if (known := _paths(flow, add, values))]
     return found[0] if found and all(known == found[0] for known in found) else None
+
+
+def order_in(flow: Flow, add: Add, path: str) -> str:
+    """In which order a branch's fused projection makes queries, keys and values: ``"kqv"``; empty if unknown."""
+    made = [op for op in flow if op.scope.path == path and op in add.region]
+    for values in _attentions(flow, add) if made else ():
+        ways = [between(made[-1], value) for value in values]
+        parts = [
+            min(way.difference(*(ways[:n] + ways[n + 1 :])), key=_index, default=None) for n, way in enumerate(ways)
+        ]
+        numbers = [None if part is None else _number(part) for part in parts]
+        alike = {(part.name, len(number)) for part, number in zip(parts, numbers, strict=True) if part and number}
+        if None not in numbers and len(alike) == 1:
+            return "".join(way for _, way in sorted(zip(numbers, "qkv", strict=True)))
+    return ""
+
+
+def _index(op: Op) -> int:
+    return op.index
+
+
+def _number(part: Op) -> tuple[int, ...] | None:
+    """What tells a part of a tensor from the others in their order; None if that is not known."""
+    if part.name in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes"):
+        return (part.index,)
+    places = part.selected[0] if part.name == "getitem" and part.selected else ()
+    places = places if isinstance(places, tuple) else (places,)
+    found = [place.start or 0 if isinstance(place, slice) else place for place in places if place is not Ellipsis]
+    known = all(isinstance(place, int) and place >= 0 for place in found)
+    return tuple(found) if found and known else None
 
 
 def _attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:

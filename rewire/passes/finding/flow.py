@@ -184,6 +184,7 @@ class Flow:
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for operations that wrote to a tensor in place, what else holds it and is read afterwards.
         casts: casts that returned what they were given: where, and what made that.
+        hooked: tensors that got a hook on their gradient: what made them, and where.
         tensors: of a run that has just ended, what each operation made.
     """
 
@@ -195,6 +196,7 @@ class Flow:
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)
+    hooked: dict[Op, Place | None] = dataclasses.field(default_factory=dict)
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def __iter__(self) -> Iterator[Op]:

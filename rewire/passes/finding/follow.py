@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -288,6 +289,8 @@ class _Follower(fx.Tracer):
             return [node for item in value for node in self.nodes(item)]
         if isinstance(value, dict):
             return [node for item in value.values() for node in self.nodes(item)]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self.nodes(getattr(value, "__dict__", {}))
         return []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

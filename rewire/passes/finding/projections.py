@@ -13,7 +13,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import projections_in
+from rewire.passes.finding.attention import order_in, projections_in
 from rewire.passes.finding.flow import Flow, Op
 from rewire.patterns import Pattern
 from rewire.trunk import Site
@@ -67,6 +67,13 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, known and known[0]))
     for paths, fused in candidates:
         if fused is not None or not _needs_layout(model, paths):
+            order = "" if fused is None or add is None else order_in(flow, add, paths[0])
+            if order not in ("", "qkv"):
+                raise UnsupportedTopology(
+                    f"the attention '{site.name}' cannot have separate q/k/v inputs: '{paths[0]}' makes them in the "
+                    f"order {', '.join(order)}. Let it make queries, keys and values in this order, or use a topology "
+                    "that reads one value."
+                )
             beside = _beside(model, site, found)
             if not beside and known is not None and known[0] == paths:
                 beside = known[1]

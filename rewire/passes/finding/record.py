@@ -59,6 +59,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     known = dict(model.named_modules())
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
+    flow.hooked = recorder.hooked
     flow.tensors, flow.unseen = recorder.made, recorder.unseen
     return flow
 
@@ -80,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.kept: list[Tensor] = [tensor for _, tensor in weights]
         self.held: dict[Op, list[Holder]] = {}
         self.casts: list[tuple[Scope, Place, Op]] = []
+        self.hooked: dict[Op, Place | None] = {}
         #: By operation.
         self.made: list[Tensor] = []
         self.stack: list[Scope] = []
@@ -135,6 +137,8 @@ class Recorder(TorchFunctionMode):
             if name in CASTS and given and result is given[0] and id(result) in self.known:
                 scope, place = self.frames.caller(self.stack, sys._getframe(1))
                 self.casts += [(scope, place, self.known[id(result)])] if place else []
+            if name == "register_hook" and id(args[0]) in self.known:
+                self.hooked[self.known[id(args[0])]] = self.frames.caller(self.stack, sys._getframe(1))[1]
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
         self.unseen = self.unseen or self._unseen(given, place)

@@ -13,7 +13,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -188,8 +188,8 @@ class _Wiring(Recorder):
         calls: of modules in whose calls an attention reads: copies of what the present call was given, and `counts`
             before it.
         origins: of these copies, by their ids: the keys of what made the originals.
-        probe: in a call that is made again for one of queries, keys and values: the key of the value that it reads,
-            what to read, and the path of the projection at which it ends.
+        probe: in a call that is made again for one of queries, keys and values: what to read, by the key of the value
+            in whose place it is, and the path of the projection at which it ends.
         written: what an addition in place has changed, and what it was before.
     """
 
@@ -204,7 +204,7 @@ class _Wiring(Recorder):
         self.keys: dict[int, _Key] = {}
         self.calls: dict[str, tuple[nn.Module, Any, Any, Any]] = {}
         self.readers = {read.reader for reads in script.reads for read in reads}
-        self.probe: tuple[_Key, Tensor, str] | None = None
+        self.probe: tuple[dict[_Key, Tensor], str] | None = None
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Any, Any] = (None, None)
@@ -235,7 +235,7 @@ class _Wiring(Recorder):
         """What an operation gives in place of its own result; None: that."""
         key, new = self.keys[op.index], None
         if self.probe is not None:
-            return self.probe[1] if key == self.probe[0] else None
+            return self.probe[0].get(key)
         steps = self.script.steps.get(key, ())
         if steps and not torch.is_grad_enabled() and where_reentrant():  # what follows has other gradients
             raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
@@ -296,7 +296,7 @@ class _Wiring(Recorder):
         super()._entered(module, args, kwargs)
         path = self.paths[module]
         if self.probe is not None:
-            if path == self.probe[2]:
+            if path == self.probe[1]:
                 raise _Reached(args, kwargs)
             return None
         self._keep_activations()
@@ -309,13 +309,11 @@ class _Wiring(Recorder):
             self.replaced.append(new)
         self.counts[path,] += 1
         if path in self.readers:
-            copied = pytree.tree_map(self._copied, (args, kwargs))  # the call may write to what it was given
+            copied = _changed((args, kwargs), self._copied)  # the call may write to what it was given
             self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
 
-    def _copied(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
+    def _copied(self, item: Tensor) -> Tensor:
         made = self.known.get(id(item))
         copied = item.clone()
         self.origins[id(copied)] = None if made is None else self.keys.get(made.index)
@@ -336,23 +334,25 @@ class _Wiring(Recorder):
 
     def _apart(self, path: str, args: Any, kwargs: Any) -> Any:
         """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
-        for wires, reads in zip(self.passes, self.script.reads, strict=True):
-            for read in reads:
-                if wires.qkv is not None and wires.site == read.site and path in read.projections.ways:
-                    return self._projected(wires, read, path, args, kwargs)
-        return args, kwargs
+        pairs = [(w, read) for w, reads in zip(self.passes, self.script.reads, strict=True) for read in reads]
+        own = [(w, read) for w, read in pairs if w.qkv is not None and w.site == read.site]
+        own = [
+            (w, read) for w, read in own if path in read.projections.ways
+        ]  # several streams may meet in one attention
+        return self._projected(own, path, args, kwargs) if own else (args, kwargs)
 
-    def _projected(self, wires: Wires, read: _Read, path: str, args: Any, kwargs: Any) -> Any:
-        module, fused = self.model.get_submodule(path), read.projections.fused
+    def _projected(self, reads: Sequence[tuple[Wires, _Read]], path: str, args: Any, kwargs: Any) -> Any:
+        module, projections = self.model.get_submodule(path), reads[0][1].projections
+        fused = projections.fused
         if isinstance(module, nn.MultiheadAttention):
             names = ("query", "key", "value")
-            given = [self._fed(wires, read, path, way) for way in "qkv"]
+            given = [self._fed(reads, path, way) for way in "qkv"]
             own = [(*g.given, *(g.kwargs[n] for n in names[len(g.given) :]))[n] for n, g in enumerate(given)]
             return (*own, *args[3:]), {name: value for name, value in kwargs.items() if name not in names}
         if fused is None:
-            alone = self._fed(wires, read, path, read.projections.ways[path])
+            alone = self._fed(reads, path, projections.ways[path])
             return alone.given, alone.kwargs
-        made = [module.forward(self._fed(wires, read, path, way).given[0]) for way in "qkv"]
+        made = [module.forward(self._fed(reads, path, way).given[0]) for way in "qkv"]
         parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
         result = torch.cat(parts, -1).flatten(-2)
 
@@ -363,31 +363,39 @@ class _Wiring(Recorder):
         handle: Any = module.register_forward_hook(feed)
         return args, kwargs
 
-    def _fed(self, wires: Wires, read: _Read, path: str, way: str) -> _Reached:
+    def _fed(self, reads: Sequence[tuple[Wires, _Read]], path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
-        assert wires.qkv is not None
-        module, args, kwargs, counts = self.calls[read.reader]
-        x, before, depth = wires.qkv[way].clone(), self.counts, len(self.stack)
+        reader, read = (
+            reads[0][1].reader,
+            {r.state: wires.qkv[way].clone() for wires, r in reads if wires.qkv is not None},
+        )
+        module, args, kwargs, counts = self.calls[reader]
+        before, depth = self.counts, len(self.stack)
 
-        def given(item: Any) -> Any:
-            if not isinstance(item, Tensor):
-                return item
-            return x if self.origins[id(item)] == read.state else item.clone()
+        def given(item: Tensor) -> Tensor:
+            known = read.get(self.origins[id(item)] or ())
+            return item.clone() if known is None else known
 
-        args, kwargs = pytree.tree_map(given, (args, kwargs))
-        self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
+        args, kwargs = _changed((args, kwargs), given)
+        self.counts, self.probe = collections.Counter(counts), (read, path)
         try:
-            nn.Module.__call__(module, *args, **kwargs)
+            Recorder._entered(self, module, args, kwargs)
+            module.forward(*args, **kwargs)  # hooks have run
         except _Reached as reached:
             return reached
         finally:
             self.counts, self.probe = before, None
             del self.stack[depth:]
-        raise ValidationMismatch(f"'{path}' is not called where '{read.reader}' is called once more.")
+        raise ValidationMismatch(f"'{path}' is not called where '{reader}' is called once more.")
 
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of arguments with each tensor in them changed: of dataclasses, too, which pytrees may not know."""
+    return pytree.tree_map(lambda item: mapped(item, change), value)
 
 
 def _first(given: Any) -> Tensor:

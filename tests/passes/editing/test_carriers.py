@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from written_nets import BLOCK, BODY, written_input, written_net
+from torch import Tensor, nn
+from written_nets import BLOCK, BODY, WIDTH, written_input, written_net
 
+import rewire
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.sources import Sources
 from rewire.passes.find import find
@@ -69,3 +72,40 @@ def test_functions_that_other_trunks_open_are_opened() -> None:
 def test_adds_in_the_function_that_calls_the_branches_open_that_one_alone() -> None:
     found = carriers(body="for block in self.blocks:\n    x = x + block.f(x)")
     assert opened(found) == [""] and found.begin.path == ""
+
+
+class Beside(nn.Module):
+    """A helper that gets and returns two streams changes one of them first: in the first block, that is no add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.h = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def beside(self, pair: list[Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = pair
+        y = y + self.h(x)
+        return x, y
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.beside([x, y])
+        x = x + self.f(x) * y.mean()
+        y = y + self.g(y)
+        return x, y
+
+
+class Besides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flip(-1)
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x + y
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic"])
+def test_a_trunk_begins_with_one_of_what_a_helper_returns(topology: str) -> None:
+    rewired = rewire.compile(Besides(), topology, example_inputs=(torch.randn(2, 3, WIDTH),))
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [3, 3]

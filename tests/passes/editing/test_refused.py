@@ -83,6 +83,12 @@ def test_a_dict_that_only_the_caller_holds() -> None:
             BODY,
             r"at .*\.py:\d+ stands in a function inside the forward of 'blocks.0', which activation checkpointing runs",
         ),
+        (
+            "x = x + self.f(x)\nx.register_hook(lambda gradient: 2 * gradient)\nreturn x + self.g(x)",
+            BODY,
+            r"`x\.register_hook\(.*` at .*\.py:\d+ hooks the gradient of a state",
+        ),
+        ("return Added.apply(x, self.f(x))", BODY, r"add at .*\.py:\d+ runs .* as inside a torch\.autograd\.Function"),
     ],
 )
 @pytest.mark.parametrize("validate", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import pytest
@@ -248,3 +249,42 @@ class Inside(Stack):
 
 def test_a_loop_in_a_function_inside() -> None:
     alike(Inside(PreNorm, 2), "hc-dynamic", validate=False)
+
+
+class Patched(Stack):
+    """Its blocks have forwards of their own, which call those of the class."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, 2)
+        for block in self.layers:
+            block.forward = types.MethodType(lambda block, x: PreNorm.forward(block, x), block)
+
+
+class Traced(Stack):
+    """Its blocks are graphs, of which every copy is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, 2)
+        for number, block in enumerate(self.layers):
+            self.layers[number] = torch.fx.symbolic_trace(block)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(("made", "why"), [(Patched, "replaced on this one module"), (Traced, "traced by torch.fx")])
+def test_modules_whose_copies_would_not_be_edited(made: type[nn.Module], why: str, validate: bool) -> None:
+    with pytest.raises(rewire.EditError, match=why):
+        rewire.compile(made(), "ancre-ingoing", example_inputs=(vectors(),), validate=validate)
+
+
+def add_branch(branch: nn.Module, x: Tensor) -> Tensor:
+    return x + branch(x)
+
+
+class CallsPartials(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = functools.partial(add_branch, nn.Sequential(self.ln_1, self.attn))(x)
+        return functools.partial(add_branch, x=x)(nn.Sequential(self.ln_2, self.mlp))
+
+
+def test_partials_of_functions_that_add() -> None:
+    alike(Stack(CallsPartials, 2), "ancre-ingoing")

@@ -99,6 +99,19 @@ class MultiQuery(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, n, 32))
 
 
+class OtherOrder(Tangled):
+    def forward(self, x: Tensor) -> Tensor:
+        k, q, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class OtherOrderOfViews(Tangled):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(x).view(*x.shape[:2], 3, 32)
+        k, v, q = y[:, :, 0], y[:, :, 1], y[:, :, 2]
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
 class Functional(nn.Module):
     """Its forward uses the projections' weights, and does not call them."""
 
@@ -116,6 +129,8 @@ class Functional(nn.Module):
     [
         (Tangled, r"'0\.attn' cannot have separate.*0': attn\.qkv, attn\.out, mlp\.up.*pattern with `qkv`.*`fused`"),
         (MultiQuery, r"'0\.attn' cannot have separate q/k/v inputs.*pattern with `qkv`.*`fused`"),
+        (OtherOrder, r"'0\.attn' cannot have.*'0\.attn\.qkv' makes them in the order k, q, v"),
+        (OtherOrderOfViews, r"'0\.attn' cannot have.*'0\.attn\.qkv' makes them in the order k, v, q"),
         (Functional, r"'0\.attn' cannot have.*does not call 0\.attn\.q, .* on the value.*pattern whose `qkv` names"),
     ],
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from mixing import llama
+from mixing import llama, shaken
 from models import NanoGPT, PostNorm, PreNorm, SeparateAttention, Stack, UNet, token_ids, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.passes import find
@@ -300,3 +302,92 @@ def test_a_reference_that_is_wired_wrongly_refuses_nothing(caplog: pytest.LogCap
         rewire.compile(Net(), "ancre-ingoing", example_inputs=(X,))
     assert "was not validated with connection weights that have moved" in caplog.text
     assert "wired by plain connections, the original is not itself" in caplog.text
+
+
+@dataclasses.dataclass
+class Carried:
+    x: Tensor
+
+
+class InADataclass(Block):
+    """Changes the object in which the state comes."""
+
+    def forward(self, carried: Carried) -> Carried:
+        carried.x = super().forward(carried.x)
+        return carried
+
+
+class Carrying(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        carried = Carried(self.stem(x))
+        for block in self.blocks:
+            carried = block(carried)
+        return carried.x
+
+
+class Hooked(Net):
+    """Pre-hooks change what most blocks get."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__(block)
+        for made in self.blocks[1:]:
+            made.register_forward_pre_hook(lambda _, args: (0.5 * args[0],))
+
+
+class Gated(SeparateAttention):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.sigmoid(self.gate(x))
+
+
+class GatedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Gated()
+
+
+class Both(Block):
+    """One attention reads two streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.LayerNorm(WIDTH)
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = streams
+        h = self.attn(torch.cat([self.norm(x), self.other(y)], 1))
+        x, y = x + h[:, : x.shape[1]], y + h[:, x.shape[1] :]
+        return x + self.mlp(torch.tanh(x)), y + self.mlp(torch.tanh(y))
+
+
+class Meeting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        streams = self.stem(x), self.stem(x.flip(1))
+        for block in self.blocks:
+            streams = block(streams)
+        return torch.cat(streams, 1)
+
+
+class Recomputed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(lambda h: self.attn(self.norm(h)), x, use_reentrant=False)
+        return x + self.mlp(torch.tanh(x))
+
+
+@pytest.mark.parametrize(
+    ("net", "block"),
+    [(Carrying, InADataclass), (Hooked, Block), (Net, GatedBlock), (Meeting, Both)],
+)
+def test_a_projection_is_fed_as_the_block_feeds_it(
+    net: type[Net], block: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    rewire.compile(net(block), "muddformer", example_inputs=(X,))
+    assert "was not validated" not in caplog.text
+
+
+def test_an_attention_in_a_checkpointed_lambda_reads_all_three() -> None:
+    found, wanted = (rewire.compile(Net(block), "dca", example_inputs=(X,)) for block in (Recomputed, Block))
+    torch.testing.assert_close(shaken(found, 0.3, seed=3)(X), shaken(wanted, 0.3, seed=3)(X))
