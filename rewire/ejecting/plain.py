@@ -19,7 +19,7 @@ from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import first_mixes, parts
 from rewire.mixes.history import Free, History, Row
 from rewire.mixes.mix import _by_autograd, mix
-from rewire.mixes.tokens import _Project, _ProjectNormed, outside_autocast, project
+from rewire.mixes.tokens import _Project, _ProjectNormed, at_least_zero, outside_autocast, project
 
 
 class Watched(nn.Module):
@@ -44,7 +44,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
     """``x @ weight`` in float32, with ``eps`` of the normed x; ``clamped``, nothing below zero; and ``x``."""
     with outside_autocast(x.device):
         scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
-    return scores.clamp(min=0) if clamped else scores, x  # not relu: the derivative of clamp is 1 at 0
+    return at_least_zero(scores) if clamped else scores, x
 
 
 def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:

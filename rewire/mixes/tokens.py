@@ -209,7 +209,15 @@ def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = Fa
         scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
     else:
         scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
-    return scores.clamp(min=0) if clamped else scores
+    return at_least_zero(scores) if clamped else scores
+
+
+def at_least_zero(scores: Tensor) -> Tensor:
+    """``relu(scores)``, with a derivative of 1 at 0: those of relu, and from torch 2.14 on of ``clamp``, are 0 there.
+
+    All scores start at 0, and would stay.
+    """
+    return torch.where(scores < 0, 0, scores)
 
 
 def by_kernels(x: Tensor, weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ from rewire.mixes.claimed import Table
 from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
-from rewire.mixes.tokens import project
+from rewire.mixes.tokens import at_least_zero, project
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -132,8 +132,7 @@ class GRN(DenseIncrements[Weights]):
         if not isinstance(row, Read):
             return self.seen(history.mixes(row), weights, t, history.newest)
         stack, (b, w) = self._stack(history.states), row
-        # Not relu: the derivative of clamp is 1 at 0, where all scores start.
-        scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
+        scores = [] if w is None else [at_least_zero(project(f, w)) for f in stack]  # each [..., ways]
         found: Sequence[Tensor | Mix] = [pending_mix(stack, b[0], scores=scores)]
         if len(b) > 1:
             found = mixes(stack, b, torch.stack(scores, dim=-1))[0]
