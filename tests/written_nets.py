@@ -50,10 +50,6 @@ class Added(torch.autograd.Function):
         return gradient, gradient
 
 
-def added(f, x):
-    return x + f(x)
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

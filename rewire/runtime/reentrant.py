@@ -16,7 +16,7 @@ _OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) +
 _EDITED = " (rewired "
 
 
-def _forwards() -> set[CodeType | None]:
+def forwards() -> set[CodeType | None]:
     """The code of the forward of each autograd function: ``apply``, which calls it, has no frame from torch 2.14 on."""
     classes: list[type] = [torch.autograd.Function]
     for known in classes:
@@ -27,9 +27,9 @@ def _forwards() -> set[CodeType | None]:
 def where_reentrant() -> str:
     """The call of the autograd function that is running, as a sentence; empty if there is none."""
     frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
-    inside, forwards = False, _forwards()
+    inside, known = False, forwards()
     while frame is not None:
-        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx) or frame.f_code in forwards
+        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx) or frame.f_code in known
         inside = inside or function
         if inside and not function and not frame.f_code.co_filename.startswith(_OTHERS):
             file, edited, _ = frame.f_code.co_filename.partition(_EDITED)

@@ -12,6 +12,7 @@ from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Op, Scope
+from rewire.runtime.reentrant import forwards
 
 
 def check_in_place(carriers: Carriers) -> None:
@@ -66,10 +67,10 @@ def check_add(found: Finding, add: Add) -> None:
     """Refuse an add that a checkpoint runs without the forward around it, or that is none each time it runs."""
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
-    if add.shortcut.recorded and not add.op.recorded:
+    if any(scope.code in forwards() for scope in add.op.scope.outward() if scope.code):
         raise EditError(
-            f"the residual add at {where} runs with gradients switched off, as inside a torch.autograd.Function, which "
-            "no stream can pass: let the function return the branch, and add that outside of it"
+            f"the residual add at {where} stands inside a torch.autograd.Function, which no stream can pass: let the "
+            "function return the branch, and add that outside of it"
         )
     if place is not None and place[0] in add.op.scope.again:
         raise EditError(

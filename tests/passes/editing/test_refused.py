@@ -88,7 +88,7 @@ def test_a_dict_that_only_the_caller_holds() -> None:
             BODY,
             r"`x\.register_hook\(.*` at .*\.py:\d+ hooks the gradient of a state",
         ),
-        ("return Added.apply(x, self.f(x))", BODY, r"add at .*\.py:\d+ runs .* as inside a torch\.autograd\.Function"),
+        ("return Added.apply(x, self.f(x))", BODY, r"add at .*\.py:\d+ stands inside a torch\.autograd\.Function"),
     ],
 )
 @pytest.mark.parametrize("validate", [True, False])
