@@ -86,12 +86,14 @@ class Post:
         reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
             sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
             it writes.
-        ran: whether the post has made a tensor of the sum already.
     """
 
     sum: Tensor
     reading: Reading | None = None
-    ran: bool = False
+
+
+class Begun(Post):
+    """Operations of the post have made another tensor of the sum already, and more may follow."""
 
 
 @dataclasses.dataclass(eq=False)  # nobody changes one; frozen, it would take three times as long to make
@@ -384,9 +386,9 @@ class Stream(TensorLike):
             UnsupportedCall: gradients do not pass from the one to the other; or the next add writes to the sum in
                 place, and wrote to a tensor that the post had made when the model was rewired.
         """
-        ran = self._check_passes(state)
+        made = self._check_passes(state)
         if more:
-            return self._with(self.states, Post(self._in(state), self.reading, ran))
+            return self._with(self.states, (Begun if made else Post)(self._in(state), self.reading))
         if self.reading is not None:
             return self._with(self.states, self.reading)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
@@ -417,15 +419,15 @@ class Stream(TensorLike):
                 "would not be cut. Cut them in front of the trunk or behind it, or leave the trunk out with "
                 "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
             )
-        ran = self.held.ran or state is not self.held.sum
-        if not ran and self.position - 1 in self.layout.overwritten:
+        made = isinstance(self.held, Begun) or state is not self.held.sum
+        if not made and self.position - 1 in self.layout.overwritten:
             raise UnsupportedCall(
                 f"trunk '{self.layout.trunk}': residual add {self.position + 1} writes to the state in place "
                 "(`x += f`), and the operations that made a new tensor in front of it when the model was rewired do "
                 f"not run in this call: other variables may hold the state of residual add {self.position}. Write "
                 "`x = x + f` there."
             )
-        return ran
+        return made
 
     def skipped(self, position: int) -> Stream:
         """The stream before a later residual add: those between did not run, and add nothing.
@@ -577,5 +579,5 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Reading, Unsummed, Post, QKVInputs):
+for _held in (Reading, Unsummed, Post, Begun, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

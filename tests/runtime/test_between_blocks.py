@@ -13,6 +13,7 @@ from every_topology import mixed
 from models import PreNorm, Stack, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from written_nets import assert_right, written_net
 
 import rewire
 from rewire.errors import OutOfOrder
@@ -229,3 +230,9 @@ def test_writes_to_a_stream_are_not_lost(write: Callable[[Stream], Any], key: st
     nn.Module.register_forward_hook(rewired.layers[1], hook)
     with torch.no_grad(), pytest.raises(OutOfOrder, match="written to in place"):
         rewired(vectors())
+
+
+def test_a_sum_that_waits_for_its_state_gets_other_dimensions() -> None:
+    block = "b, t, d = x.shape\nx = x.reshape(b * t, d)\nx = x + self.f(x)\nreturn x.view(b, t, d)"
+    body = "for block in self.blocks:\n    x = block(x)\n    if torch.is_tensor(x):\n        x = x * 0.8"
+    assert_right(written_net(block, body), 3)
