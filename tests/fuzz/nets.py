@@ -110,6 +110,16 @@ ADDS = {
     "tokens in place": "x[:, 1:] += self.f{n}(self.norm{n}(x[:, 1:].clone()))",
     "tokens assigned": "x = x.clone()\nx[:, 1:] = x[:, 1:] + self.f{n}(self.norm{n}(x[:, 1:].clone()))",
     "tokens added to": "x = x.clone()\nx[:, 1:].add_(self.f{n}(self.norm{n}(x[:, 1:].clone())), alpha=0.5)",
+    "keywords": "x = residual_add(out=self.f{n}(self.norm{n}(x)), x=x)",
+    "partial helper": "x = functools.partial(residual_add, x)(self.f{n}(self.norm{n}(x)))",
+    "conditional expression": "x = x + self.f{n}(self.norm{n}(x)) if x.shape[1] else x",
+    "match": "match x.dim():\n    case 3:\n        x = x + self.f{n}(self.norm{n}(x))\n    case _:\n        x = 2 * x",
+    "finally": "try:\n    x = x + self.f{n}(self.norm{n}(x))\nfinally:\n    self.calls += 1",
+    "sandwich": "x = x + self.norm{n}(self.f{n}(x))",
+    "fused": "x = x + self.fused{n}(self.norm{n}(x))",
+    "checkpointed branch": (
+        "x = x + torch.utils.checkpoint.checkpoint(lambda h: self.attn{n}(h), self.norm{n}(x), use_reentrant=False)"
+    ),
     "masked in place": ("keep = torch.arange(x.shape[1]) % 2 == 0\nx[:, keep] += self.f{n}(self.norm{n}(x[:, keep]))"),
 }
 
@@ -209,6 +219,16 @@ BODIES = {
     "identity without gradients": (
         "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 0:\n"
         "        with torch.no_grad():\n            x = x.clone()"
+    ),
+    "keywords": "for block in self.blocks:\n    x = block(mask=mask, x=x)",
+    "partials": "for block in self.blocks:\n    x = functools.partial(block, mask=mask)(x)",
+    "while": "i = 0\nwhile i < len(self.blocks):\n    x = self.blocks[i](x, mask)\n    i += 1",
+    "in a list": "state = [x]\nfor block in self.blocks:\n    state = [block(state[0], mask)]\nx = state[0]",
+    "forwards": "for forward in [block.forward for block in self.blocks]:\n    x = forward(x, mask)",
+    "reduce": "x = functools.reduce(lambda h, block: block(h, mask), self.blocks, x)",
+    "returns": (
+        "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n"
+        "    if i == len(self.blocks) - 1:\n        return self.head(x)"
     ),
     "half": (
         "half = len(self.blocks) // 2\nfor block in self.blocks[:half]:\n    x = block(x, mask)\nx = x * 0.5\n"
@@ -328,6 +348,16 @@ class Attention(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
 
 
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.proj(F.scaled_dot_product_attention(q, k, v))
+
+
 class Adder(nn.Module):
     def forward(self, out, x):
         return x + out
@@ -364,6 +394,7 @@ class Inner(nn.Module):
 MAKES = {{
     "f": Mlp,
     "attn": Attention,
+    "fused": Fused,
     "g": lambda: nn.Linear(WIDTH, WIDTH),
     "r": Inner,
     "sub": SubLayer,
@@ -472,7 +503,7 @@ class Net:
                 lines.append(self._written(ASIDES, twins.ASIDES, part))
             count += part in ADDS
         forward = _indented("\n".join(line for line in lines if line) or "pass", 8)
-        used = sorted(set(re.findall(r"self\.((?:f|g|r|sub|norm|gamma|attn)\d|mix|adder)\b", forward)))
+        used = sorted(set(re.findall(r"self\.((?:f|g|r|sub|norm|gamma|attn|fused)\d|mix|adder)\b", forward)))
         head = f"    parts = {used}\n\n    def forward(self, x, mask=None, scale=1.0, **kwargs):"
         return f"\nclass Block{number}(Base):\n{head}\n{forward}\n        return x\n"
 

@@ -16,12 +16,14 @@ ADDS = {
         PLAIN,
     ),
     **dict.fromkeys(["helper method", "helper module", "wrapped", "cast", "view", "flat stream", "transposed"], PLAIN),
+    **dict.fromkeys(["keywords", "partial helper", "conditional expression", "match", "finally"], PLAIN),
     **dict.fromkeys(["grad mode in the branch", "autocast in the branch"], PLAIN),
     **dict.fromkeys(
         ["applied", "applied to a variable", "static method", "method of an object", "class method", "partial"],
         ATTENTION,
     ),
     **dict.fromkeys(["function of a module", "local object", "applied inside", "a tuple", "a list back"], ATTENTION),
+    "checkpointed branch": ATTENTION,
     **dict.fromkeys(["rows", "rows in place", "rows assigned", "rows of a part", "rows, index_add_"], ROWS),
     **dict.fromkeys(["rows, index_put_", "rows in a helper"], ROWS),
     **dict.fromkeys(["tokens in place", "tokens assigned"], TOKENS),
@@ -55,6 +57,8 @@ _LOOP = "for block in self.blocks:\n    x = block(x, mask)"
 
 BODIES = {
     **dict.fromkeys(["indices", "keeps", "checkpoint", "asks"], _LOOP),
+    **dict.fromkeys(["keywords", "partials", "while", "in a list", "forwards", "reduce"], _LOOP),
+    "returns": f"{_LOOP}\nreturn self.head(x)",
     "sequential": "for block in self.blocks:\n    x = block(x)",
     "if tensor": "for block in self.blocks:\n    x = block(x, mask)\n    x = x * 0.8",
 }
