@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
-from rewire.mixes import gating, history, mix, several, streams, tokens
+from rewire.mixes import claimed, gating, mix, several, streams, tokens
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -120,7 +120,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Tensors without storage go the way of a GPU's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(switch, "uses_kernels", lambda x: x.dtype in switch.DTYPES))
-        for module in (gating, mix, several, streams, history, tokens):
+        for module in (claimed, gating, mix, several, streams, tokens):
             stack.enter_context(mock.patch.object(module, "left_to_autograd", return_value=False))
         yield
 

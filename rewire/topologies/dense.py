@@ -171,7 +171,8 @@ class _Dense(Topology[W]):
 
     def sizes(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many sources it mixes."""
-        return [len(self.sources_of(t, dims)) for t in self.mixing(dims)]
+        wired = self.wired(dims) if self.few else {}  # at once: for each read by itself it takes as long as for all
+        return [len(wired[t] if t in wired else self.sources_of(t, dims)) for t in self.mixing(dims)]
 
     def ways(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many inputs of the unit it is for."""
