@@ -38,7 +38,7 @@ class Free:
 
     queries: tuple[Tensor, ...] = ()
     own: tuple[Tensor, ...] = ()
-    worth = 1
+    worth = 1  # see `claimed.Table`
 
     def __init__(self, group: int = 1) -> None:
         self.blocks = Blocks(0, 1, 1, 1, group)

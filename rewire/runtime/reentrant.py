@@ -16,12 +16,13 @@ _OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) +
 _EDITED = " (rewired "
 
 
-def forwards() -> set[CodeType | None]:
+def forwards() -> set[CodeType]:
     """The code of the forward of each autograd function: ``apply``, which calls it, has no frame from torch 2.14 on."""
     classes: list[type] = [torch.autograd.Function]
     for known in classes:
         classes += known.__subclasses__()
-    return {getattr(getattr(known, "forward", None), "__code__", None) for known in classes}
+    found = (getattr(getattr(known, "forward", None), "__code__", None) for known in classes)
+    return {code for code in found if code is not None}
 
 
 def where_reentrant() -> str:

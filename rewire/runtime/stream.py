@@ -386,39 +386,8 @@ class Stream(TensorLike):
             UnsupportedCall: gradients do not pass from the one to the other; or the next add writes to the sum in
                 place, and wrote to a tensor that the post had made when the model was rewired.
         """
-        made = self._check_passes(state)
-        if more:
-            return self._with(self.states, (Begun if made else Post)(self._in(state), self.reading))
-        if self.reading is not None:
-            return self._with(self.states, self.reading)._changed(state)
-        return self._pushed(self.layout.channels_last(self._in(state)))
-
-    def _pushed(self, state: Tensor) -> Stream:
-        layout = self.layout
-        states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._with(states)
-
-    def settled(self) -> Stream:
-        """The stream, where no operation of the post ran: then the sum is the state."""
-        return self.push(self.held.sum) if isinstance(self.held, Post) else self
-
-    def _check_passes(self, state: Tensor) -> bool:
-        """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
-
-        Returns:
-            Whether the state is another tensor than the sum.
-
-        Raises:
-            UnsupportedCall: see `push`.
-        """
         assert isinstance(self.held, Post)
-        if not passes(self.held.sum, state):
-            raise UnsupportedCall(
-                f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
-                "one (`detach`, `.data`, `torch.no_grad()`). Later blocks read earlier states, too, whose gradients "
-                "would not be cut. Cut them in front of the trunk or behind it, or leave the trunk out with "
-                "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
-            )
+        self._check_passes(self.held.sum, state)
         made = isinstance(self.held, Begun) or state is not self.held.sum
         if not made and self.position - 1 in self.layout.overwritten:
             raise UnsupportedCall(
@@ -427,7 +396,34 @@ class Stream(TensorLike):
                 f"not run in this call: other variables may hold the state of residual add {self.position}. Write "
                 "`x = x + f` there."
             )
-        return made
+        if more:
+            return self._with(self.states, (Begun if made else Post)(self._in(state), self.reading))
+        return self._pushed(state)
+
+    def _pushed(self, state: Tensor) -> Stream:
+        if self.reading is not None:
+            return self._with(self.states, self.reading)._changed(state)
+        layout, state = self.layout, self.layout.channels_last(self._in(state))
+        states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
+        return self._with(states)
+
+    def settled(self) -> Stream:
+        """The stream, where no operation of the post ran: then the sum is the state."""
+        return self.push(self.held.sum) if isinstance(self.held, Post) else self
+
+    def _check_passes(self, before: Tensor, state: Tensor) -> None:
+        """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
+
+        Raises:
+            UnsupportedCall: it does.
+        """
+        if not passes(before, state):
+            raise UnsupportedCall(
+                f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
+                "one (`detach`, `.data`, `torch.no_grad()`). Later blocks read earlier states, too, whose gradients "
+                "would not be cut. Cut them in front of the trunk or behind it, or leave the trunk out with "
+                "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
+            )
 
     def skipped(self, position: int) -> Stream:
         """The stream before a later residual add: those between did not run, and add nothing.
@@ -439,9 +435,11 @@ class Stream(TensorLike):
         stream = self
         while stream.position < position:
             stream._seen("skip")
-            stream, template = stream.settled(), stream.template
-            stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape))).settled()
-        return stream
+            template = stream.template
+            if isinstance(stream.held, Post):  # to whose sum the add that did not run writes nothing
+                stream = stream._pushed(stream.held.sum)
+            stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape)))
+        return self if stream is self else stream.settled()
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
         """The stream in other dimensions: ``view`` of each tensor that it holds.

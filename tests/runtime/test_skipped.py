@@ -12,6 +12,7 @@ from mixing import shaken
 from models import SeparateAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from written_nets import written_input, written_net
 
 import rewire
 
@@ -392,3 +393,13 @@ def test_a_return_in_a_loop(topology: str) -> None:
     for args, stop in (((), DEPTH), ((1,), 1), ((DEPTH, 1), 2)):
         found, wanted = results(returning, vectors(), *args), results(stopping, vectors(), (), stop)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_last_block_that_adds_in_place_may_be_left_out() -> None:
+    block = "x = x * 2\nx += self.f(x.clone())\nreturn x"
+    body = "for i, block in enumerate(self.blocks):\n    if i in self.left_out:\n        continue\n    x = block(x)"
+    net, x = written_net(block, body), written_input()
+    net.left_out = ()  # type: ignore[assignment]
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+    net.left_out = rewired.left_out = (2,)  # type: ignore[assignment]
+    torch.testing.assert_close(rewired(x), net(x))

@@ -67,7 +67,7 @@ def check_add(found: Finding, add: Add) -> None:
     """Refuse an add that a checkpoint runs without the forward around it, or that is none each time it runs."""
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
-    if any(scope.code in forwards() for scope in add.op.scope.outward() if scope.code):
+    if not forwards().isdisjoint(scope.code for scope in add.op.scope.outward()):
         raise EditError(
             f"the residual add at {where} stands inside a torch.autograd.Function, which no stream can pass: let the "
             "function return the branch, and add that outside of it"

@@ -334,11 +334,12 @@ class _Wiring(Recorder):
 
     def _apart(self, path: str, args: Any, kwargs: Any) -> Any:
         """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
-        pairs = [(w, read) for w, reads in zip(self.passes, self.script.reads, strict=True) for read in reads]
-        own = [(w, read) for w, read in pairs if w.qkv is not None and w.site == read.site]
-        own = [
-            (w, read) for w, read in own if path in read.projections.ways
-        ]  # several streams may meet in one attention
+        own = [  # of several streams, where these meet in one attention
+            (wires, read)
+            for wires, reads in zip(self.passes, self.script.reads, strict=True)
+            for read in reads
+            if wires.qkv is not None and wires.site == read.site and path in read.projections.ways
+        ]
         return self._projected(own, path, args, kwargs) if own else (args, kwargs)
 
     def _projected(self, reads: Sequence[tuple[Wires, _Read]], path: str, args: Any, kwargs: Any) -> Any:
@@ -365,10 +366,8 @@ class _Wiring(Recorder):
 
     def _fed(self, reads: Sequence[tuple[Wires, _Read]], path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
-        reader, read = (
-            reads[0][1].reader,
-            {r.state: wires.qkv[way].clone() for wires, r in reads if wires.qkv is not None},
-        )
+        reader = reads[0][1].reader
+        read = {of.state: wires.qkv[way].clone() for wires, of in reads if wires.qkv is not None}
         module, args, kwargs, counts = self.calls[reader]
         before, depth = self.counts, len(self.stack)
 
