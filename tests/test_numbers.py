@@ -131,6 +131,18 @@ def test_what_is_kept_without_checkpointing() -> None:
     assert not shown
 
 
+def test_what_few_connections_cost() -> None:
+    rows = {row["model"]: row for row in json.loads((RESULTS / "few.json").read_text())["rows"]}
+    table = (ROOT / "docs" / "topologies.md").read_text().partition("| step, few |")[2].partition("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    assert 2 * len(lines) + 1 == len(rows)
+    for line in lines:
+        few, every = (rows[f"{line.split('`')[1]}, {which}"] for which in ("few", "all"))
+        steps = [f"{row['over_plain']:.2f}" for row in (few, every)]
+        kept = [f"{row['kept_states']:.1f}" for row in (few, every)]
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == [*steps, *kept]
+
+
 def test_registers() -> None:
     """Every line of the tables of docs/kernels.md is one of the result, and none is missing."""
     found = json.loads((RESULTS / "registers.json").read_text())
