@@ -283,20 +283,21 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     module = ast.fix_missing_locations(ast.Module([*imports, *body], []))
     flags = code.co_flags & _FUTURE
     whole = compile(module, file or code.co_filename, "exec", flags, dont_inherit=True)
-    return next((inner for inner in _inside(whole) if inner.co_name == code.co_name), None)
+    return next((inner for inner in codes_in(whole) if inner.co_name == code.co_name), None)
 
 
-def _inside(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The codes of the functions that stand inside a function."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from _inside(constant)
+            yield from codes_in(constant)
 
 
 @functools.lru_cache(maxsize=4096)
 def holds(code: CodeType, other: CodeType) -> bool:
     """Whether ``other`` is the code of a function (or comprehension) that stands inside that of ``code``."""
-    return any(inner is other for inner in _inside(code))
+    return any(inner is other for inner in codes_in(code))
 
 
 def _same(a: CodeType, b: CodeType) -> bool:

@@ -453,13 +453,21 @@ def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
 
 
 def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:
-    """The nearest module around all adds that runs no child which it does not name; else the first block."""
+    """The nearest module around all adds that runs no child which it does not name; else one in the first block."""
     path = chain.home().path
     while flow.containers(path) or _runs_its_children(flow.model, path):
         if not path:
-            return sites[0].block
+            return _below(flow, sites[0].block)
         path = path.rpartition(".")[0]
     return path
+
+
+def _below(flow: Flow, path: str) -> str:
+    """The first module at or below a path that runs no child which it does not name; one with children, if there is."""
+    modules = {} if isinstance(flow.model, fx.GraphModule) else dict(flow.model.get_submodule(path).named_modules())
+    below = {".".join(filter(None, (path, name))): module for name, module in modules.items()}
+    free = [at for at in below if not (flow.containers(at) or _runs_its_children(flow.model, at))]
+    return next((at for at in free if any(below[at].children())), (free or [path])[-1])
 
 
 def _runs_its_children(model: nn.Module, path: str) -> bool:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from rewire.code.text import written_at
 from rewire.console import progress
 from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
 from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
 from rewire.logs import validate as log
+from rewire.passes.editing.carriers import casts_of
 from rewire.passes.editing.connect import drop_copies
 from rewire.passes.find import Found
 from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, run, strided, values_for
@@ -167,13 +170,34 @@ def compare_moved(
             if not done.settings:
                 _compare_in(MOVED, original, rewired, inputs, done)
         except ValidationMismatch:
-            why = _misled(found, rewired, inputs, patterns)
+            why = _kept_between(found, rewired) or _misled(found, rewired, inputs, patterns)
             if not why:
                 raise
     if why or not done.settings:
         log.warning(
             "%s was not validated with connection weights that have moved: %s", name, why or done.failed or "not finite"
         )
+
+
+def _kept_between(found: Found, rewired: nn.Module) -> str:
+    """Which state is kept where operations of the other mode would follow; empty if none is.
+
+    What is kept is the sum there, in both modes; the wired original has what the next block reads.
+    """
+    finding = found.evaluation
+    for name, connection in connections(rewired).items():
+        chain = finding.chains.get(name)
+        if chain is None:
+            continue
+        for site, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
+            own = {*behind.region, *behind.inner, behind.op, *casts_of(behind), *chain.passages[site + 1]}
+            if site in connection.layout.posts and not add.post and not own.issuperset(finding.flow.users[add.op]):
+                where, _ = written_at(add.op.place)
+                return (
+                    f"the sum at {where} is kept, or read by others than the next block, and in training mode "
+                    "operations follow before that block reads it"
+                )
+    return ""
 
 
 def _misled(found: Found, rewired: nn.Module, inputs: Inputs, patterns: Sequence[Pattern]) -> str:

@@ -101,7 +101,13 @@ class Depth:
             new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
             self.dicts += [value] * isinstance(value, dict)
             first = next(iter(new), None)
-            return mapped(value, lambda part: self.open(part, norm, trunk, post, begin and part is first))
+
+            def opened(part: Any) -> Any:
+                if isinstance(part, Stream) and self._entry(part) is None:
+                    return part  # another trunk's, which the function only hands on
+                return self.open(part, norm, trunk, post, begin and part is first)
+
+            return mapped(value, opened)
         for known in self.live:
             if known.source is value:  # the same argument twice
                 return known.values[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor
@@ -40,8 +41,15 @@ def _is_instance_of_dataclass(value: Any) -> bool:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What a dataclass was made of, by name."""
-    held = vars(value) if hasattr(value, "__dict__") else {}
+    held = attributes(value)
     return {field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held}
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an instance of a dataclass holds, by name; no code of its class is run, which may raise."""
+    names = [field.name for field in dataclasses.fields(value)]
+    slots = [name for name in names if isinstance(getattr(type(value), name, None), MemberDescriptorType)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -64,8 +72,8 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
             changed[key] = new
         return changed
     if _is_instance_of_dataclass(passing) and type(passing) is type(value):
-        made = {name: along(item, vars(value)[name], change) for name, item in _fields(passing).items()}
-        made = {name: new for name, new in made.items() if new is not vars(value)[name]}
+        made = {name: along(item, attributes(value)[name], change) for name, item in _fields(passing).items()}
+        made = {name: new for name, new in made.items() if new is not attributes(value)[name]}
         return dataclasses.replace(value, **made) if made else value
     return value
 

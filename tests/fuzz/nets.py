@@ -110,6 +110,10 @@ ADDS = {
     "tokens in place": "x[:, 1:] += self.f{n}(self.norm{n}(x[:, 1:].clone()))",
     "tokens assigned": "x = x.clone()\nx[:, 1:] = x[:, 1:] + self.f{n}(self.norm{n}(x[:, 1:].clone()))",
     "tokens added to": "x = x.clone()\nx[:, 1:].add_(self.f{n}(self.norm{n}(x[:, 1:].clone())), alpha=0.5)",
+    "decorated": "x = logged_add(x, self.f{n}(self.norm{n}(x)))",
+    "decorated method": "x = self.logged_add(x, self.f{n}(self.norm{n}(x)))",
+    "static": "x = self.static_add(x, self.f{n}(self.norm{n}(x)))",
+    "to the branch": "h = self.f{n}(self.norm{n}(x))\nh.add_(x)\nx = h",
     "keywords": "x = residual_add(out=self.f{n}(self.norm{n}(x)), x=x)",
     "partial helper": "x = functools.partial(residual_add, x)(self.f{n}(self.norm{n}(x)))",
     "conditional expression": "x = x + self.f{n}(self.norm{n}(x)) if x.shape[1] else x",
@@ -278,6 +282,19 @@ def residual_add(x, out):
     return x + out
 
 
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+@logged
+def logged_add(x, out):
+    return x + out
+
+
 def add_rows(x, rows, out):
     x[rows] += out
     return x
@@ -418,6 +435,14 @@ class Base(nn.Module):
         self.calls, self.log = 0, []
 
     def add(self, x, out):
+        return x + out
+
+    @logged
+    def logged_add(self, x, out):
+        return x + out
+
+    @staticmethod
+    def static_add(x, out):
         return x + out
 
     def on_dict(self, state, mask):

@@ -16,6 +16,7 @@ ADDS = {
         PLAIN,
     ),
     **dict.fromkeys(["helper method", "helper module", "wrapped", "cast", "view", "flat stream", "transposed"], PLAIN),
+    **dict.fromkeys(["decorated", "decorated method", "static", "to the branch"], PLAIN),
     **dict.fromkeys(["keywords", "partial helper", "conditional expression", "match", "finally"], PLAIN),
     **dict.fromkeys(["grad mode in the branch", "autocast in the branch"], PLAIN),
     **dict.fromkeys(

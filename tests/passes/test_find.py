@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comparing import assert_close, evaluate
 from models import (
     CASES,
     EDSR,
@@ -24,6 +25,7 @@ from models import (
     wrapped,
 )
 from torch import Tensor, nn
+from written_nets import written_input, written_net
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -276,3 +278,20 @@ def test_inputs_that_were_given_count_more_than_a_trace(device: str) -> None:
     rewired, model = rewired.to_empty(device="cpu"), Untraceable()
     rewired.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(rewired(*inputs), model(*inputs))
+
+
+BRANCHES = [
+    "h = self.f(x)\nh.add_(x)",
+    "h = self.f(x)\nh.add_(x, alpha=1)",
+    "h = self.f(x)\nh += x",
+    "h = self.f(x).add_(x)",
+]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_trace_sees_what_is_added_to_a_branch_in_place(branch: str) -> None:
+    net = written_net(f"{branch}\nx = h\nh = x * 1\nh.relu_()\nh = self.g(h)\nh.add_(x)\nreturn h")
+    assert [len(trunk.sites) for trunk in rewire.inspect(net).trunks] == [6]
+    rewired = rewire.compile(net, "ancre-ingoing", validate=False)
+    given = (written_input(),)
+    assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)

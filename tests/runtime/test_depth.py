@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comparing import assert_close, evaluate
-from written_nets import WIDTH, written_input, written_net
+from written_nets import WIDTH, assert_right, written_input, written_net
 
 import rewire
 
@@ -33,3 +33,17 @@ def test_parallel_branches_in_two_statements_keep_the_factor_of_the_first(topolo
     rewired = rewire.compile(net, topology, example_inputs=(written_input(),), validate=False)
     given = (torch.randn(2, 3, WIDTH),)
     assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)
+
+
+TWO = 'state = {"a": x, "b": 2 * x}\nfor block in self.blocks:\n    state = block(state)\nx = state["a"] + state["b"]'
+STEPS = [
+    'state["b"] = state["b"] + self.g(state["b"])\n    return state',
+    'state["b"] = state["b"] + self.g(state["b"])\n    return {**state}',
+    'state["b"] = state["b"] + self.g(state["b"])\n    return state["b"].mean()',
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_helper_that_changes_one_of_two_streams_in_a_dict(step: str) -> None:
+    block = f'def step(state):\n    {step}\nx["a"] = x["a"] + self.f(x["a"])\nstep(x)\nreturn x'
+    assert_right(written_net(block, TWO), 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.runtime.nested import along, mapped, with_item
+from rewire.runtime.nested import along, attributes, mapped, with_item
 from rewire.topologies.base import QKVInputs
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -65,3 +65,17 @@ def test_items_change_where_streams_stand() -> None:
     assert along(Pair(qkv, ONE), Pair(3, ONE), lambda _, item: item + 1) == Pair(4, ONE)  # type: ignore[arg-type]
     for other in ("text", (1, 2, 3), None):
         assert along((qkv, ONE), other, lambda *_: "changed") is other
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    hidden: Any
+    other: Any = None
+    missing: Any = dataclasses.field(init=False)
+
+
+def test_dataclasses_with_slots() -> None:
+    value = Slotted(ONE)
+    assert attributes(value) == {"hidden": ONE, "other": None}
+    assert mapped(value, lambda item: item + 1).hidden == ONE + 1
+    assert mapped(value, lambda item: item) is value

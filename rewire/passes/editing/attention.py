@@ -55,6 +55,11 @@ class _Attention:
         for op in sorted(way, key=lambda op: op.index):
             scope = next(scope for scope in op.scope.outward() if scope in functions)
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
+            if any((kind, at) in function.edits for kind in ("qkv", "project")):
+                raise EditError(
+                    f"what stands before its projections is called where these are, at {function.text.where()}, in a "
+                    "loop over modules (torch.nn.Sequential): call the norm, and the attention, in a forward"
+                )
             known = function.edits.get(("apply", at))
             if isinstance(known, Apply) and known.norm:
                 del function.edits["apply", at]

@@ -116,11 +116,21 @@ class Callee:
         at: what stands for it there.
         gate: how its gate is written, which is called in its place.
         always: whether what is written always stands for it: otherwise ``gate.of(..)`` looks, in each call.
+        others: gates of other helpers that it stands for in other calls.
     """
 
     at: Span
     gate: str
     always: bool
+    others: tuple[str, ...] = ()
+
+    def written_for(self, called: str) -> str:
+        """What is called in place of this."""
+        if self.always:
+            return self.gate
+        for gate in (self.gate, *self.others):
+            called = f"{gate}.of({called})"
+        return called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,8 +331,8 @@ def _merged(a: Any, b: Any) -> Any:
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):
-        kept = a.kept | b.kept
-        a, b = dataclasses.replace(a, kept=kept), dataclasses.replace(b, kept=kept)
+        both: dict[str, Any] = {"kept": a.kept | b.kept, "callee": _either(a.callee, b.callee)}
+        a, b = dataclasses.replace(a, **both), dataclasses.replace(b, **both)
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
@@ -333,6 +343,14 @@ def _merged(a: Any, b: Any) -> Any:
     return (
         dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
     )
+
+
+def _either(a: Callee | None, b: Callee | None) -> Callee | None:
+    """What stands for one helper in one call, and for another, or for what is not edited, in another."""
+    if a is None or b is None or a.always or b.always or a.at != b.at:
+        return a or b
+    gates = dict.fromkeys([a.gate, *a.others, b.gate, *b.others])
+    return dataclasses.replace(a, others=tuple(gate for gate in gates if gate != a.gate))
 
 
 def _of_both(a: Push, b: Push) -> tuple[Push, Push]:

@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from rewire.code.functions import clone, function_of
+from rewire.code.references import Reference
 from rewire.passes.editing.install import edited_function
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
@@ -33,8 +34,8 @@ class HelperGate(Gate):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles make the edited function anew: it cannot be imported."""
-        made_of = self.block, self.where, self.entries, self.original, self.source, self.advice
-        return HelperGate, made_of, {"helpers": self.helpers}
+        made_of = self.block, self.where, self.entries, Reference(self.original), self.source, self.advice
+        return _made_again, made_of, {"helpers": self.helpers}
 
     def of(self, called: Any) -> Any:
         """What to call in place of a closure, a partial or an object with a ``__call__``, if it is still that found."""
@@ -49,3 +50,9 @@ class HelperGate(Gate):
             cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
             edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
         return functools.partial(edited, self, *bound)
+
+
+def _made_again(
+    block: str, where: str, entries: Sequence[Entry], original: Reference, source: str, advice: str
+) -> HelperGate:
+    return HelperGate(block, where, entries, original.function, source, advice)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 from collections.abc import Mapping
 from types import CodeType, FunctionType, ModuleType
 
@@ -40,14 +42,20 @@ class Sources:
             return "forward", Decorated(self.definitions[type(module)]), True
         method = undecorated(getattr(type(module), code.co_name, None))
         if "forward" in vars(module) and (not scope.helper or (method.code is code and code.co_name == "forward")):
-            raise EditError(f"the forward of '{scope.path}' was replaced on this one module")
+            raise EditError(
+                f"the forward of '{scope.path}' was replaced on this one module: make it the forward of a class"
+            )
         if isinstance(module, fx.GraphModule):
             raise EditError(f"'{scope.path}' was traced by torch.fx, whose copies lose edits: rewire what was traced")
         if not scope.helper:
             return "forward", forward_of(module), True
-        if method.code is code:
-            return code.co_name, method, True
         assert scope.parent is not None
+        static = isinstance(inspect.getattr_static(type(module), code.co_name, None), staticmethod)
+        holders = [getattr(wrapper, "__code__", None) for wrapper in method.wrappers]
+        above = scope.parent.code
+        wrapped = above is not None and (above in holders or above.co_filename == functools.__file__)
+        if method.code is code and not static and not wrapped:  # else its decorator, which is looked into, holds it
+            return code.co_name, method, True
         return _helper_name(code), Decorated(function_with(code, scope.namespace)), False
 
     def text(self, scope: Scope) -> Text:
@@ -124,9 +132,11 @@ class Sources:
             if not isinstance(known, FunctionType):
                 return node, False
             if known.__code__ is not scope.code and undecorated(known).code is scope.code:
+                text = self.text(scope.parent)
                 raise EditError(
-                    f"'{known.__name__}', which adds to the stream, is decorated ({type(known).__name__} "
-                    f"{known.__code__.co_qualname}), and its edited form would not be: call what is undecorated"
+                    f"'{known.__name__}', which adds to the stream and is called at {text.where(call)}, is decorated "
+                    f"({known.__module__}.{known.__code__.co_qualname}), and its edited form would not be: call what "
+                    "is undecorated"
                 )
             if known.__code__ is scope.code:
                 return node, not known.__closure__
@@ -151,6 +161,9 @@ class Sources:
         if key not in self.plans:
             name, decorated, method = self.function(scope)
             assert decorated.function is not None
+            taken = {plan.name for plan in self.plans.values() if plan.path == scope.path}
+            while not method and name in taken:  # two decorators have an `inner`, two modules an `add`
+                name += "_"
             self.plans[key] = FunctionPlan(  # type: ignore[index]
                 scope.path, name, decorated, text_of(decorated.function), method, type(scope.module) in self.definitions
             )

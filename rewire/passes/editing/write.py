@@ -64,6 +64,8 @@ class _Editor:
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
         self.conditional = is_conditional(self.text, [e.at for e in self.edits if isinstance(e, Sum) and not e.more])
+        # Where calls make different numbers of adds, none is missing in those that make fewer.
+        self.conditional &= all(len({*adds.values()}) < 2 for adds in plan.adds.values())
 
     def run(self) -> str:
         changes = [self._entry()] if self.plan.entered else []
@@ -301,8 +303,7 @@ class _Editor:
         start, end = self.text.span(self._expression(callee.at))
 
         def write(render: Render) -> str:
-            written = render(start, end)  # what is changed inside it counts as written
-            return callee.gate if callee.always else f"{callee.gate}.of({written})"
+            return callee.written_for(render(start, end))  # what is changed inside it counts as written
 
         return Change(start, end, write)
 

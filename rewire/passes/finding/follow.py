@@ -32,6 +32,7 @@ from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
 from rewire.passes.finding.views import Views
+from rewire.runtime.nested import attributes
 from rewire.torch_internals import children_of
 from rewire.trunk import LeftAlone
 
@@ -83,6 +84,7 @@ class _Follower(fx.Tracer):
         self.frames = Frames(self.nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
+        self.written: list[tuple[fx.Node, fx.Proxy, fx.Node]] = []  # in place: by what, and what it was before
 
     def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
         module = vars(view).get(MODULE) if isinstance(view, nn.Module) else None
@@ -221,7 +223,20 @@ class _Follower(fx.Tracer):
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
+            if self.written and self.written[-1][0] is node:
+                _, proxy, before = self.written.pop()
+                proxy.node = before
             self.graph.erase_node(node)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Proxy:
+        """Of an operation in place, what is written to is its result from then on (`h.add_(x)`)."""
+        made = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        called = kind in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+        if called and args and isinstance(args[0], fx.Proxy):
+            self.written.append((made.node, args[0], args[0].node))
+            args[0].node = made.node
+        return made
 
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
@@ -290,7 +305,7 @@ class _Follower(fx.Tracer):
         if isinstance(value, dict):
             return [node for item in value.values() for node in self.nodes(item)]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self.nodes(getattr(value, "__dict__", {}))
+            return self.nodes(attributes(value))
         return []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:

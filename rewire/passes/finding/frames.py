@@ -98,10 +98,11 @@ def _is_own(module: nn.Module, code: CodeType) -> bool:
 
 
 def _is_method(scope: Scope, code: CodeType) -> bool:
-    """Whether a function of torch's is a method of the module whose forward calls it (`_sa_block`)."""
-    if hasattr(nn.Module, code.co_name):
+    """Whether a function of torch's is a method of the module whose forward calls it (``super().forward``, say)."""
+    if hasattr(nn.Module, code.co_name) and code.co_name != "forward":
         return False
-    return getattr(getattr(type(scope.module), code.co_name, None), "__code__", None) is code
+    own = (vars(cls).get(code.co_name) for cls in type(scope.module).__mro__)
+    return any(getattr(function, "__code__", None) is code for function in own)
 
 
 def _parameters(frame: FrameType) -> Iterator[tuple[str, Any]]:

@@ -152,6 +152,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     """Paths of modules with the usual names, those in the branch first."""
     modules = dict(model.get_submodule(site.block).named_modules())
     linear = [path for path, child in modules.items() if getattr(child, "weight", None) is not None]
+    weighted = [path for path, child in modules.items() if next(child.parameters(), None) is not None]  # LoRA by hand
     parents = [path for path in modules if path == site.branch or path.startswith(f"{site.branch}.")]
     parents.append(site.branch.rpartition(".")[0])  # the branch is a projection itself
     found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
@@ -159,7 +160,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
         prefix = f"{parent}." if parent else ""
         for names in QKV:
             paths = tuple(prefix + name for name in names)
-            if set(paths).issubset(linear):
+            if set(paths).issubset(weighted):
                 found.append(paths)
         children = [path for path in linear if path.startswith(prefix) and "." not in path[len(prefix) :]]
         found += [(path,) for path in children if FUSED_QKV.search(path[len(prefix) :])]

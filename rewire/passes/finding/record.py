@@ -36,6 +36,7 @@ from rewire.passes.finding.flow import (
 )
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
+from rewire.runtime.nested import attributes
 from rewire.torch_internals import pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
@@ -266,8 +267,7 @@ def _tensors(value: Any) -> list[Tensor]:
         return [tensor for item in value.values() for tensor in _tensors(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
-        held = vars(value) if hasattr(value, "__dict__") else {}
-        return [tensor for item in held.values() for tensor in _tensors(item)]
+        return [tensor for item in attributes(value).values() for tensor in _tensors(item)]
     leaves = pytree.tree_leaves(value) if type(value) in pytree.SUPPORTED_NODES else []
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from mixing import shaken
-from models import WIDTH, PreNorm, Stack, vectors
+from models import WIDTH, Attention, Mlp, PreNorm, SeparateAttention, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
+from rewire.code.references import found_again
 from rewire.passes.editing.sources import Sources
 
 interpreted = functools.partial(torch.compile, backend="eager")
@@ -182,7 +185,7 @@ def test_methods_by_another_name_of_the_same_call() -> None:
 
 
 def test_decorated_functions_are_refused() -> None:
-    with pytest.raises(rewire.EditError, match="'add_decorated', which adds to the stream, is decorated"):
+    with pytest.raises(rewire.EditError, match=r"'add_decorated'.* at .*test_sources.py:\d+, is decorated"):
         alike(Stack(CallsDecorated, 2), "ancre-ingoing")
 
 
@@ -288,3 +291,207 @@ class CallsPartials(PreNorm):
 
 def test_partials_of_functions_that_add() -> None:
     alike(Stack(CallsPartials, 2), "ancre-ingoing")
+
+
+def logged(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Tensor:
+        return function(*args)
+
+    return inner
+
+
+def unnamed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def inner(*args: Any) -> Tensor:
+        return function(*args)
+
+    return inner
+
+
+class Counted:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any) -> Tensor:
+        self.calls += 1
+        return self.function(*args)
+
+
+@logged
+@unnamed
+def plus(x: Tensor, f: Tensor) -> Tensor:
+    return x + f
+
+
+@Counted
+def plus_counted(x: Tensor, f: Tensor) -> Tensor:
+    return x + f
+
+
+def made() -> Callable[..., Tensor]:
+    def plus(x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    return plus
+
+
+class Adds(PreNorm):
+    """Adds by a function or a method of some kind."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    @logged
+    def method(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    @staticmethod
+    def static(x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    @staticmethod
+    @logged
+    def decorated_static(x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    @classmethod
+    @logged
+    def of_class(cls, x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    @property
+    def given(self) -> Callable[..., Tensor]:
+        return lambda x, f: plus(x, f)
+
+    @property
+    def adder(self) -> Callable[..., Tensor]:
+        known = {"function": plus, "counted": plus_counted, "made": made(), "static": self.static}
+        ways = {"method": self.method, "decorated static": self.decorated_static, "of class": Adds.of_class}
+        return {**known, **ways, "lambda": self.given}[self.how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        adder = self.adder
+        x = adder(x, self.attn(self.ln_1(x)))
+        return adder(x, self.mlp(self.ln_2(x)))
+
+
+class AddsByName(Adds):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "static":
+            x = self.static(x, self.attn(self.ln_1(x)))
+            return AddsByName.static(x, self.mlp(self.ln_2(x)))
+        x = self.method(x, self.attn(self.ln_1(x)))
+        return self.decorated_static(self.of_class(x, self.mlp(self.ln_2(x))), torch.zeros(()))
+
+
+HOW = ["function", "counted", "made", "static", "decorated static", "of class"]
+
+
+@pytest.mark.parametrize(("block", "how"), [*((Adds, how) for how in HOW), (AddsByName, "static"), (AddsByName, "")])
+@pytest.mark.filterwarnings("ignore:.*not validated")
+def test_helpers_of_all_kinds_and_their_pickles(block: type[Adds], how: str) -> None:
+    rewired = alike(Stack(lambda: block(how), 2), "ancre-ingoing")
+    again = pickle.loads(pickle.dumps(rewired))
+    torch.testing.assert_close(again(vectors()), rewired(vectors()), rtol=0, atol=0)
+
+
+class FromATable(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = HIDDEN["plus"](x, self.attn(self.ln_1(x)))
+        return HIDDEN["plus"](x, self.mlp(self.ln_2(x)))
+
+
+def removed(x: Tensor, f: Tensor) -> Tensor:
+    return x + f
+
+
+HIDDEN = {"plus": removed}
+del removed
+
+
+def test_what_no_name_leads_to_cannot_be_pickled() -> None:
+    rewired = rewire.compile(Stack(FromATable, 2), "ancre-ingoing", example_inputs=(vectors(),))
+    with pytest.raises(rewire.EditError, match=r"removed at .*test_sources.py:\d+ .*use rewire.save"):
+        pickle.dumps(rewired)
+
+
+def test_a_function_is_found_by_its_name_wherever_it_has_moved_to() -> None:
+    found = found_again(__name__, "plus", 1)
+    assert found is not None and found.__qualname__ == "plus" and found is plus.__wrapped__.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    assert found_again(__name__, "nothing", 1) is None
+
+
+class Chosen(PreNorm):
+    """Adds by a function that is chosen by the type of what it gets first."""
+
+    @functools.singledispatchmethod
+    def step(self, branch: nn.Module, x: Tensor) -> Tensor:
+        return x + branch(self.ln_2(x))
+
+    @step.register
+    def _(self, branch: Attention, x: Tensor) -> Tensor:
+        return x + branch(self.ln_1(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.mlp, self.step(self.attn, x))
+
+
+class Fewer(PreNorm):
+    def forward(self, x: Tensor, attend: bool = True) -> Tensor:
+        if attend:
+            x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class CallsAgain(Stack):
+    """Calls its first block once more, without the attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.layers[0](x, attend=False))
+
+
+class PlainAgain(CallsAgain):
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.inp(x), self.layers[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x + first.mlp(first.ln_2(x)))
+
+
+def test_methods_that_are_chosen_by_type() -> None:
+    alike(Stack(Chosen, 2), "ancre-ingoing")
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_calls_of_one_block_that_make_different_numbers_of_adds(validate: bool) -> None:
+    model, plain = CallsAgain(Fewer, 2), PlainAgain(PreNorm, 2)
+    plain.load_state_dict(model.state_dict())
+    found, wanted = (
+        shaken(
+            rewire.compile(
+                net, "ancre-ingoing", example_inputs=(vectors(),), validate=validate, granularity="sublayer"
+            ),
+            0.2,
+            seed=3,
+        )
+        for net in (model, plain)
+    )
+    torch.testing.assert_close(found(vectors()), wanted(vectors()))
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_a_subclass_of_sequential_that_adds() -> None:
+    blocks = (Residual(nn.LayerNorm(WIDTH), branch) for _ in range(2) for branch in (SeparateAttention(), Mlp()))
+    model = nn.Sequential(*blocks)
+    x = torch.randn(2, 3, WIDTH)
+    with pytest.raises(rewire.UnsupportedTopology, match="in a loop over modules"):
+        rewire.compile(model, "dca", example_inputs=(x,), validate=False)
+    rewire.compile(model, "ancre-ingoing", example_inputs=(x,))

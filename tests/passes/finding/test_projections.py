@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp, NanoGPT, token_ids, vectors
+from models import Mlp, NanoGPT, SeparateAttention, token_ids, vectors
 from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
 
@@ -138,3 +138,25 @@ def test_what_cannot_be_taken_apart(attention: type[nn.Module], message: str) ->
     model = nn.Sequential(*[OwnBlock(attention()) for _ in range(2)])
     with pytest.raises(rewire.UnsupportedTopology, match=message):
         rewire.compile(model, Apart(), example_inputs=(vectors(width=32),))
+
+
+class LowRank(nn.Module):
+    """A projection beside maps of a low rank, as people write LoRA by hand: it has no weight of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.b(self.a(x))
+
+
+def low_rank() -> nn.Module:
+    attention = SeparateAttention()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(attention, name, LowRank(getattr(attention, name)))
+    return OwnBlock(attention)
+
+
+def test_projections_of_several_maps() -> None:
+    check_reads(Reader(nn.Sequential(*[low_rank() for _ in range(2)]), (vectors(width=32),)))

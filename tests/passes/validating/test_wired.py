@@ -13,6 +13,7 @@ from mixing import llama, shaken
 from models import NanoGPT, PostNorm, PreNorm, SeparateAttention, Stack, UNet, token_ids, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from written_nets import written_input, written_net
 
 import rewire
 from rewire.passes import find
@@ -391,3 +392,13 @@ def test_a_projection_is_fed_as_the_block_feeds_it(
 def test_an_attention_in_a_checkpointed_lambda_reads_all_three() -> None:
     found, wanted = (rewire.compile(Net(block), "dca", example_inputs=(X,)) for block in (Recomputed, Block))
     torch.testing.assert_close(shaken(found, 0.3, seed=3)(X), shaken(wanted, 0.3, seed=3)(X))
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "muddformer"])
+def test_states_that_are_kept_where_training_scales_them(topology: str, caplog: pytest.LogCaptureFixture) -> None:
+    net = written_net(
+        "if self.training:\n    x = x * 0.5\nreturn x + self.f(x)",
+        "kept = []\nfor block in self.blocks:\n    kept.append(x)\n    x = block(x)\nx = x + sum(kept)",
+    )
+    rewire.compile(net, topology, example_inputs=(written_input(),))
+    assert "is kept, or read by others than the next block" in caplog.text

@@ -1,0 +1,97 @@
+"""Functions as files know them: by module and name, found again under decorators, in classes and inside others.
+
+pickle finds a function only where its name leads to it, which is not so for what a decorator or a class method holds,
+nor for a function inside another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from rewire.code.functions import contents, function_with
+from rewire.code.text import codes_in
+from rewire.errors import EditError
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A function, in pickles as its place: where a function has none, and nobody could find it again, they fail.
+
+    Attributes:
+        function: it; of one inside another function perhaps a stand-in with the same code (`function_with`).
+    """
+
+    function: FunctionType
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, code = self.function, self.function.__code__
+        home = function.__globals__.get("__name__", "")
+        found = found_again(home, code.co_qualname, code.co_firstlineno) if home in sys.modules else None
+        if found is None or found.__code__ != code:
+            raise EditError(
+                f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} adds to the residual stream, and the "
+                f"rewired model cannot be pickled, since module '{home}' has nothing that leads to this function: make "
+                "it a function of that module, or use rewire.save"
+            )
+        return _referred, (home, code.co_qualname, code.co_firstlineno)
+
+
+def _referred(home: str, name: str, line: int) -> Reference:
+    """What a pickle holds.
+
+    Raises:
+        EditError: the module has no such function any more.
+    """
+    found = found_again(home, name, line)
+    if found is None:
+        raise EditError(f"module '{home}' has no function {name}, which this rewired model was pickled with")
+    return Reference(found)
+
+
+def found_again(home: str, name: str, line: int) -> FunctionType | None:
+    """The function of a module with this ``co_qualname``; of several the one that begins next to this line."""
+    namespace = vars(import_module(home))
+    first = name.partition(".")[0]
+    ours = [value for value in namespace.values() if getattr(value, "__module__", None) == home]
+    found: list[tuple[int, CodeType, FunctionType | None]] = []
+    for function in _reached([*([namespace[first]] if first in namespace else []), *ours]):
+        for code in (function.__code__, *codes_in(function.__code__)):
+            if code.co_qualname == name and function.__globals__ is namespace:
+                itself = function if code is function.__code__ else None
+                found.append((abs(code.co_firstlineno - line), code, itself))
+    if not found:
+        return None
+    _, code, whole = min(found, key=lambda each: each[0])
+    return whole or function_with(code, namespace)
+
+
+def _reached(roots: list[Any]) -> Iterator[FunctionType]:
+    """The functions that values are, hold in closures, or have as methods."""
+    todo, seen = list(roots), set[int]()
+    for value in todo:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            yield value
+            held = [*vars(value).values(), *map(contents, value.__closure__ or ())]
+        elif isinstance(value, (staticmethod, classmethod, MethodType)):
+            held = [value.__func__]
+        elif isinstance(value, property):
+            held = [value.fget]
+        elif isinstance(value, functools.partial):
+            held = [value.func]
+        elif isinstance(value, type):
+            held = [*vars(value).values()]
+        else:  # an object that a decorator made
+            held = [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, FunctionType)]
+        todo += [each for each in held if not isinstance(each, (str, int, float, dict, list, tuple, type(None)))]
