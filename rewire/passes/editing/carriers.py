@@ -127,8 +127,9 @@ class Carriers:
 
     def _may_skip_the_first(self, home: Scope) -> bool:
         """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""
-        first = next(scope for scope in self.begin.chain() if scope.parent is home)
-        if home.code is None or not (self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)):
+        first = next((scope for scope in self.begin.chain() if scope.parent is home), None)
+        known = self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)
+        if first is None or home.code is None or not known:
             return False
         try:
             return may_be_left_out(self.sources.text(home), self.sources.call(first))
