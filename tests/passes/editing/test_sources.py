@@ -270,7 +270,7 @@ class Traced(Stack):
 
 
 @pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize(("made", "why"), [(Patched, "replaced on this one module"), (Traced, "traced by torch.fx")])
+@pytest.mark.parametrize(("made", "why"), [(Patched, "let the forward of its class call"), (Traced, "traced by torch.fx")])
 def test_modules_whose_copies_would_not_be_edited(made: type[nn.Module], why: str, validate: bool) -> None:
     with pytest.raises(rewire.EditError, match=why):
         rewire.compile(made(), "ancre-ingoing", example_inputs=(vectors(),), validate=validate)
