@@ -101,6 +101,8 @@ class Carriers:
                 scope = self.innermost(user) or next(iter(self.scopes))
                 if stage or self.begin.holds(scope):
                     entered.add(scope)
+        helpers = {scope for scope in self.scopes if self._is_function(scope) and scope not in entered}
+        helpers = {scope for scope in helpers if self._hands_on(scope)}  # several trunks may begin in what one calls
         entered.update(scope for scope in self.scopes if self._is_function(scope))
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
@@ -121,7 +123,8 @@ class Carriers:
         functions = {(scope.path, scope.code) for scope in entered}  # one text for all calls of a function
         entered.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
         for scope in reversed(self.begin.chain()[:-1]):
-            if scope in entered and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
+            brings = scope in entered - helpers and self.brought(scope, self.chain.entry, 0)
+            if brings and not self.hold_all(scope):
                 self.begin = scope
         return [scope for scope in self.scopes if scope in entered]
 

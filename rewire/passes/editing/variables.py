@@ -77,7 +77,7 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     parent = parents[read]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         read, parent = parent, parents[parent]
-    if isinstance(parent, ast.keyword):
+    if isinstance(parent, (ast.keyword, ast.Starred)):
         parent = parents[parent]
     if isinstance(parent, ast.Call):
         return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
