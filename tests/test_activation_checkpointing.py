@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
-from models import PreNorm, Stack, images, vectors
-from torch import Tensor
+from models import WIDTH, PreNorm, Stack, images, vectors
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
@@ -72,6 +72,22 @@ def test_reentrant_checkpointing_of_own_blocks_is_refused() -> None:
     with pytest.raises(rewire.UnsupportedCall, match=r"layers\.0.*use_reentrant=False.*checkpoint\(layer") as e:
         model(vectors())
     assert "CheckpointedStack.forward" in str(e.value)
+
+
+def test_reentrant_checkpointing_of_an_input_that_requires_gradients_is_refused() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([PreNorm(), PreNorm()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    with pytest.raises(rewire.UnsupportedCall, match=r"layers\.0.*use_reentrant=False.*checkpoint\(layer"):
+        rewire.compile(Layers(), "ancre-ingoing", example_inputs=(x,))
 
 
 class PartlyWithout(Stack):

@@ -48,6 +48,7 @@ class Finding:
         left: what was left alone: where, and why.
         again: streams that run through the code of a trunk once more, as in a model that encodes two inputs.
         dropped: names of adds that a run in training mode left out.
+        gone: residual adds of trunks that were left alone.
     """
 
     flow: Flow
@@ -56,6 +57,7 @@ class Finding:
     left: list[LeftAlone]
     again: list[Chain] = dataclasses.field(default_factory=list)
     dropped: set[str] = dataclasses.field(default_factory=set)
+    gone: set[Op] = dataclasses.field(default_factory=set)
 
     @property
     def report(self) -> Report:
@@ -75,6 +77,7 @@ class Finding:
 
     def leave(self, name: str, why: str, place: str = "", written: str = "") -> None:
         """Leave a trunk alone."""
+        self.gone |= {add.op for add in self.chains[name].adds}
         del self.trunks[name], self.chains[name]
         self.left.append(LeftAlone(name, why, place, written))
 

@@ -156,7 +156,7 @@ class Depth:
                 "rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
-        cut = value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf
+        cut = value.requires_grad and not torch.is_grad_enabled()
         if cut and (where := where_reentrant()):
             raise UnsupportedCall(
                 f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "

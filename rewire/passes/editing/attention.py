@@ -53,7 +53,10 @@ class _Attention:
         functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
         copied = 0
         for op in sorted(way, key=lambda op: op.index):
-            scope = next(scope for scope in op.scope.outward() if scope in functions)
+            inside = [scope for scope in op.scope.outward() if scope in functions]
+            if not inside:
+                raise EditError("its projections read what was made of the same state outside of the block, too")
+            scope = inside[0]
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
             if any((kind, at) in function.edits for kind in ("qkv", "project")):
                 raise EditError(

@@ -101,6 +101,8 @@ class Carriers:
                 scope = self.innermost(user) or next(iter(self.scopes))
                 if stage or self.begin.holds(scope):
                     entered.add(scope)
+        helpers = {scope for scope in self.scopes if self._is_function(scope) and scope not in entered}
+        helpers = {scope for scope in helpers if self._hands_on(scope)}  # several trunks may begin in what one calls
         entered.update(scope for scope in self.scopes if self._is_function(scope))
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
@@ -121,14 +123,16 @@ class Carriers:
         functions = {(scope.path, scope.code) for scope in entered}  # one text for all calls of a function
         entered.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
         for scope in reversed(self.begin.chain()[:-1]):
-            if scope in entered and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
+            brings = scope in entered - helpers and self.brought(scope, self.chain.entry, 0)
+            if brings and not self.hold_all(scope):
                 self.begin = scope
         return [scope for scope in self.scopes if scope in entered]
 
     def _may_skip_the_first(self, home: Scope) -> bool:
         """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""
-        first = next(scope for scope in self.begin.chain() if scope.parent is home)
-        if home.code is None or not (self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)):
+        first = next((scope for scope in self.begin.chain() if scope.parent is home), None)
+        known = self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)
+        if first is None or home.code is None or not known:
             return False
         try:
             return may_be_left_out(self.sources.text(home), self.sources.call(first))

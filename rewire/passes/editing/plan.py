@@ -34,6 +34,7 @@ from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import (
     assigned,
     behind,
+    calls_around,
     is_conditional,
     is_one_of_several,
     only_returned,
@@ -165,7 +166,7 @@ class _Planner:
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
             item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
-            function.put(("open", at), Open(at, number, norm, item, index, over))
+            function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
@@ -240,7 +241,8 @@ class _Planner:
             raise _two_starts(text)
         function.begins[self.name] = later
         if later == place:
-            function.edits.pop(("open", earlier), None)
+            for key in [key for key in function.edits if key[:2] == ("open", earlier)]:
+                del function.edits[key]
         return later == place or isinstance(earlier[0], str)
 
     def _check_one_start(self, function: FunctionPlan) -> None:
@@ -264,6 +266,10 @@ class _Planner:
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
         function.put(("through", at), Through(at, callee, norm, last, post, kept))
         function.passed.setdefault(at, set()).add(trunk)
+        if child.call is not None and child.call[0] in scope.again:  # what a checkpoint runs may be called without it
+            for other in calls_around(function.text, self.sources.call(child, itself=True)):
+                last = self._returned(self.adds[after - 1], scope, [other])
+                function.put(("through", span_of(other)), Through(span_of(other), None, norm, last, post, kept))
 
     def _given(self) -> None:
         """Note which calls in entered functions read the state, and do not carry the stream: through them others go."""

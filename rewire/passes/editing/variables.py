@@ -42,9 +42,18 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     names = {arg.id for arg in given if isinstance(arg, ast.Name)}
     if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
         names = _targets(text, last)
-    assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    names &= assigned
+    names &= _made_of(text, nodes, last)
     return (span_of(last), tuple(sorted(names))) if names else None
+
+
+def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[str]:
+    """Variables to which a statement may assign what some calls return, or what is made of that."""
+    inner = [node for node in ast.walk(statement) if isinstance(node, ast.stmt)]
+    made = {node: _targets(text, node) | _bound(node) for node in inner if not getattr(node, "body", None)}
+    found = set().union(*(made.get(text.statement(call), set()) for call in calls))
+    for _ in made:
+        found |= set().union(*(targets for node, targets in made.items() if any(_mentions(node, n) for n in found)))
+    return found
 
 
 def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
@@ -68,7 +77,7 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     parent = parents[read]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         read, parent = parent, parents[parent]
-    if isinstance(parent, ast.keyword):
+    if isinstance(parent, (ast.keyword, ast.Starred)):
         parent = parents[parent]
     if isinstance(parent, ast.Call):
         return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
@@ -88,6 +97,24 @@ def calls_like(text: Text, call: ast.Call) -> list[ast.Call]:
     """The other calls of what ``call`` calls, on other ways through a function: see `_alike`."""
     calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node is not call)
     return [other for other in calls if _alike(other, call)]
+
+
+def calls_around(text: Text, node: ast.AST) -> list[ast.Call]:
+    """The calls, in a function itself, of those inside it that hold a node, or that call one which does."""
+    calls = [n for n in ast.walk(text.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    reached, todo = {node}, [node]
+    while todo:
+        each = todo.pop()
+        function = next((n for n in text.above(each) if isinstance(n, (ast.FunctionDef, ast.Lambda))), text.tree)
+        name = "" if function is text.tree else getattr(function, "name", "")
+        todo += [call for call in calls if getattr(call.func, "id", "") == name and call not in reached]
+        reached.update(todo)
+    return [call for call in calls if call in reached and call is not node and not _is_inside(text, call)]
+
+
+def _is_inside(text: Text, node: ast.AST) -> bool:
+    """Whether a node stands in a function inside the text's own."""
+    return any(isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not text.tree for n in text.above(node))
 
 
 def _alike(one: ast.Call, other: ast.Call) -> bool:
@@ -118,6 +145,11 @@ def _targets(text: Text, node: ast.AST) -> set[str]:
     node = text.statement(node)
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Variables that an expression or statement gives a value."""
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 def _statements(text: Text, nodes: Sequence[ast.AST]) -> list[ast.stmt]:

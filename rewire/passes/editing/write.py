@@ -433,7 +433,7 @@ class _Editor:
                 operands = [f"{self.depth}.at[{render(*self.text.span(addition.part.slice))}]({operands[0]})"]
             call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
             stated = isinstance(self.parents[addition.node], ast.Expr)
-            if stated and any((method, edit.at) in self.plan.edits for method in ("push", "open")):
+            if stated and any(key[:2] in (("push", edit.at), ("open", edit.at)) for key in self.plan.edits):
                 return call  # what is around it is assigned
             return self._assigned(addition, call, render)
 

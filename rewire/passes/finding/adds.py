@@ -66,6 +66,7 @@ class Add:
         region: the operations that the branches are: between the source (excluded) and their ends.
         flattened: whether rows are added to the state in other dimensions, which it leaves again at once (DINOv2).
         part: of ``x[rows] += f``, which stores a sum in the state, that sum.
+        others: residual adds of other streams in the region: the branch is made of a stream that has read the state.
     """
 
     op: Op
@@ -78,6 +79,12 @@ class Add:
     post: list[Op] = dataclasses.field(default_factory=list)
     flattened: bool = False
     part: Op | None = None
+    others: frozenset[Op] = frozenset()
+
+    @property
+    def own(self) -> frozenset[Op]:
+        """The part of the region that makes no state of another stream."""
+        return self.region.difference(*(between(self.source, other) for other in self.others)) or self.region
 
     @property
     def first(self) -> bool:

@@ -58,7 +58,7 @@ def _number(part: Op) -> tuple[int, ...] | None:
 
 def _attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
     """Queries, keys and values as each attention in a branch gets them."""
-    for op in sorted(add.region, key=lambda op: op.index):
+    for op in sorted(add.own, key=lambda op: op.index):
         if op.name == "scaled_dot_product_attention" and len(op.inputs) >= 3:
             yield op.inputs[0], op.inputs[1], op.inputs[2]
         elif op.name == "softmax":

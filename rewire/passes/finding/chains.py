@@ -77,6 +77,8 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
     sums = {add.op for chain in linked for add in chain.adds}
     for chain in linked:
         _close(flow, chain, sums)
+        for add in chain.adds:
+            add.others = frozenset(add.region & sums)
     return linked, rejected
 
 

@@ -61,11 +61,14 @@ class Frames:
         if frame is None or scope.code is None:  # its forward is no Python function
             return scope, None
         place = frame.f_code, frame.f_lasti
+        checkpoint: Place | None = None
         for inner in reversed(frames):
             if scope.code is None or not holds(scope.code, inner.f_code):  # else it is a comprehension, or a closure
-                scope = self._helper(scope, place, inner)
-            elif inner in again:
-                scope.again[inner.f_code] = place
+                scope, checkpoint = self._helper(scope, place, inner), None
+            else:
+                checkpoint = checkpoint or (place if inner in again else None)
+                if checkpoint is not None:
+                    scope.again[inner.f_code] = checkpoint
             place = inner.f_code, inner.f_lasti
         return scope, place
 

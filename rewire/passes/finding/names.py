@@ -18,7 +18,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def branch_calls(add: Add, depth: int) -> dict[str, str]:
     """The children that a branch calls for their weights: path below the block -> the path and the class, as text."""
     calls: dict[str, str] = {}
-    for op in sorted((op for op in add.region if op.weighted), key=lambda op: op.index):
+    for op in sorted((op for op in add.own if op.weighted), key=lambda op: op.index):
         path = called(op.scope, depth)
         if path:
             calls.setdefault(path, f"{path} {_class_name(op, depth)}".strip())

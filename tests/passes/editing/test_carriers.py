@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from written_nets import BLOCK, BODY, WIDTH, written_input, written_net
+from written_nets import BLOCK, BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
 from rewire.passes.editing.carriers import Carriers
@@ -109,3 +109,27 @@ class Besides(nn.Module):
 def test_a_trunk_begins_with_one_of_what_a_helper_returns(topology: str) -> None:
     rewired = rewire.compile(Besides(), topology, example_inputs=(torch.randn(2, 3, WIDTH),))
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [3, 3]
+
+
+class Apart(nn.Module):
+    """All adds stand in one method, and another one reads the stream first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.f, self.g = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def before(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x))
+
+    def behind(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.f(y)
+        return x + self.g(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.behind(x, self.before(x))
+
+
+def test_a_stream_that_begins_outside_of_the_function_with_all_its_adds() -> None:
+    assert_right(Apart(), adds=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from written_nets import BODY, assert_right, written_input, written_net
 
@@ -106,6 +107,43 @@ def test_true_reasons(block: str, body: str, said: str, validate: bool) -> None:
 )
 def test_checkpoints_of_methods_and_of_branches(block: str) -> None:
     assert_right(written_net(block), adds=6 if "self.add" in block else 3)
+
+
+CHUNKS = """
+def run(a, b, x):
+    for block in self.blocks[a:b]:
+        x = block(x)
+    return x
+
+def chunk(a):
+    return lambda x: run(a, a + 2, x)
+
+x = x + self.blocks[0].f(x)
+if torch.is_grad_enabled():
+    for a in range(0, 3, 2):
+        x = checkpoint(chunk(a), x, use_reentrant=False)
+else:
+    x = run(0, 3, x)
+x = x + self.blocks[0].g(x)
+"""
+
+
+def test_checkpoints_of_closures_that_run_several_blocks() -> None:
+    """A closure calls another one, which calls the blocks; without gradients that is called by itself."""
+    net = written_net(body=CHUNKS)
+    assert_right(net, adds=8)
+    x, rewired = written_input(), rewire.compile(net, "ancre-ingoing", example_inputs=(written_input(),))
+    with torch.no_grad():
+        torch.testing.assert_close(rewired(x), net(x))
+
+
+def test_a_loop_whose_adds_are_of_streams_that_start_at_one_place() -> None:
+    body = "for n, block in enumerate(self.blocks):\n    if n:\n        x = self.stem(x)\n    x = x + block.f(x)"
+    net = written_net(body=f"{body}\n    x = x + block.g(x)")
+    left = {each.path: each.why for each in rewire.inspect(net, (written_input(),)).left}
+    assert "takes part in two residual streams" in left["blocks.2"]
+    for path in ("blocks.0", "blocks.1"):
+        assert "runs 3 times in one call of 'Net', and makes adds of other streams, too, which are left" in left[path]
 
 
 def test_a_checkpoint_of_a_closure_that_is_switched_on_later() -> None:

@@ -273,10 +273,34 @@ class Traced(Stack):
 
 
 @pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize(("made", "why"), [(Patched, "replaced on this one module"), (Traced, "traced by torch.fx")])
+@pytest.mark.parametrize(
+    ("made", "why"), [(Patched, "let the forward of its class call"), (Traced, "traced by torch.fx")]
+)
 def test_modules_whose_copies_would_not_be_edited(made: type[nn.Module], why: str, validate: bool) -> None:
     with pytest.raises(rewire.EditError, match=why):
         rewire.compile(made(), "ancre-ingoing", example_inputs=(vectors(),), validate=validate)
+
+
+def run(block: nn.Module, *args: Tensor) -> Any:
+    return block(*args)
+
+
+class Twice(Stack):
+    """Two trunks, whose blocks one function calls."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for number, layer in enumerate(self.layers):
+            x = run(layer, self.inp(x[..., : self.inp.in_features]) if number == 2 else x)
+        return self.out(x)
+
+
+def test_two_trunks_whose_blocks_one_function_calls() -> None:
+    rewired = rewire.compile(Twice(), "hc-dynamic", example_inputs=(vectors(),))
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [4, 4]
 
 
 def add_branch(branch: nn.Module, x: Tensor) -> Tensor:

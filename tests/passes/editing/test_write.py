@@ -14,6 +14,7 @@ import torchvision_stub  # noqa: F401
 from comparing import assert_close, evaluate
 from models import WIDTH, PostNorm, PreNorm, Stack, vectors
 from torch import Tensor, nn
+from written_nets import assert_right, written_input, written_net
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -199,6 +200,18 @@ def test_operations_that_run_in_some_calls(topology: str, training: bool) -> Non
         torch.testing.assert_close(rewired.train(training)(*given), model.train(training)(*given))
     text = rewire.source(rewired, "layers.0")
     assert "\n    x = depth.open(x)\n" in text and "\n    x = depth.reach(x)\n" in text
+
+
+def test_two_streams_that_start_with_what_one_call_returns() -> None:
+    body = "x, y = x.chunk(2)\nfor block in self.blocks:\n    x = x + block.f(x)\n    y = y + block.g(y)\nx = x * y"
+    assert_right(written_net(body=body), adds=6)
+
+
+def test_variables_that_never_hold_the_stream_are_not_looked_at_behind_the_blocks() -> None:
+    body = "for block in self.blocks:\n    often = False\n    x = checkpoint(block, x, use_reentrant=often)"
+    rewired = rewire.compile(written_net(body=body), "residual", example_inputs=(written_input(),))
+    reached = [line.split()[1] for line in rewire.diff(rewired).splitlines() if ".reach(" in line]
+    assert reached == ["x"]
 
 
 class Half(nn.Module):

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from reading_apart import Reader, check_reads
 from torch import Tensor, nn
 
+import rewire
+
 WIDTH, HEADS = 16, 2
 
 
@@ -130,3 +132,55 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
 def test_names(names: tuple[str, str, str]) -> None:
     model = nn.Sequential(*(Block(type("Named", (Attention,), {"names": names})) for _ in range(2)))
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+class PairBlock(nn.Module):
+    """A stream of sequences, and one of pairs: each is a branch of the other, as in an Evoformer."""
+
+    biased = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.bias, self.outer = Attention(), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        bias = self.bias(pairs).mean(2)
+        x = x + (self.attention(x + bias) if self.biased else bias * self.attention(x))
+        pairs = pairs + self.outer(x[:, :, None] * x[:, None])
+        return x, pairs
+
+
+class Biased(PairBlock):
+    biased = True
+
+
+class Pairs(nn.Module):
+    block: type[PairBlock] = PairBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x[:, :, None] * x[:, None]
+        for block in self.blocks:
+            x, pairs = block(x, pairs)
+        return x.sum() + pairs.sum()
+
+
+def test_a_branch_that_another_stream_makes_is_none_of_its_attentions() -> None:
+    found = rewire.inspect(Pairs(), (torch.randn(2, 5, WIDTH),))
+    assert {trunk.sites[0].name: trunk.sites[0].kind for trunk in found.trunks} == {
+        "blocks.0.attention": "attention",
+        "blocks.0.outer": "branch",
+    }
+    rewired = rewire.compile(Pairs(), "muddformer", example_inputs=(torch.randn(2, 5, WIDTH),))
+    assert [len(c.layout.dims.attention) for c in rewire.connections(rewired).values()] == [3, 0]
+
+
+def test_projections_that_read_what_was_made_of_the_state_before() -> None:
+    class Net(Pairs):
+        block = Biased
+
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'blocks\.0\.attention' .* of the same state outside"):
+        rewire.compile(Net(), "muddformer", example_inputs=(torch.randn(2, 5, WIDTH),))
