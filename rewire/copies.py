@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -19,7 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
-from rewire.torch_internals import TorchDispatchMode, pytree, same_memory, writes_to_argument
+from rewire.torch_internals import (
+    TorchDispatchMode,
+    buffers_of,
+    parameters_of,
+    pytree,
+    same_memory,
+    writes_to_argument,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 
 #: What a model is called with.
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: Types whose values are their own copies.
+_CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 #: Threads that rewire share torch's random state.
 _ONE_AT_A_TIME = threading.RLock()
@@ -49,8 +59,8 @@ def check_can_be_trained(model: nn.Module) -> None:
     Raises:
         RewireError: naming one of them.
     """
-    name = next((name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference()), None)
-    if name is not None:
+    if any(not is_lazy(tensor) and tensor.is_inference() for tensor in _tensors_in([*model.modules()])):
+        name = next(name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference())
         raise RewireError(
             f"'{name}' was made in torch.inference_mode(), and can have no gradients: make or load the model outside "
             "of it, or rewire copy.deepcopy(model), taken outside of it. torch.no_grad() does no harm."
@@ -59,9 +69,10 @@ def check_can_be_trained(model: nn.Module) -> None:
 
 def shared(model: M) -> M:
     """New modules around the same parameters and buffers."""
-    memo = _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    memo |= {id(p): _same_kind(p) for p in model.parameters() if _is_special(p) and not p.requires_grad}
-    return _copied(model, memo)
+    modules = [*model.modules()]
+    memo = {id(tensor): tensor for tensor in _tensors_in(modules)}
+    memo |= {id(p): _same_kind(p) for p in _parameters_in(modules) if _is_special(p) and not p.requires_grad}
+    return _copied(model, modules, memo)
 
 
 def private(model: M, device: str | None = None) -> M:
@@ -74,17 +85,18 @@ def private(model: M, device: str | None = None) -> M:
         device: of the copy's tensors, if it is another one.
     """
     check_can_be_trained(model)
-    memo: dict[int, Any] = _kept(model)
-    for parameter in model.parameters():
+    modules = [*model.modules()]
+    memo: dict[int, Any] = {}
+    for buffer in _buffers_in(modules):
+        memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
+    for parameter in _parameters_in(modules):
         if _is_special(parameter) and device is None:
             memo[id(parameter)] = _same_kind(parameter)
             continue
         value = parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
-    return _copied(model, memo)
+    return _copied(model, modules, memo)
 
 
 def _is_special(parameter: nn.Parameter) -> bool:
@@ -100,33 +112,31 @@ def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _kept(model: nn.Module) -> dict[int, Any]:
-    """For hidden states that modules keep of their last call, which cannot be copied, their values."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        for tensor in pytree.tree_leaves(own):
-            if isinstance(tensor, Tensor) and not tensor.is_leaf:
-                memo[id(tensor)] = tensor.detach().clone()
-    return memo
-
-
-def _copied(model: M, memo: dict[int, Any]) -> M:
+def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
     """A deep copy, functions that hold modules in their closures included."""
-    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
-    if lazy is not None:
+    if any(map(is_lazy, _tensors_in(modules))):
+        name = next(name for name, tensor in _tensors_of(model) if is_lazy(tensor))
         raise RewireError(
-            f"'{lazy}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
+            f"'{name}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
             "input, so that they know their sizes, and rewire it then."
         )
-    bound = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, FunctionType) and value.__closure__
-    ]
-    memo |= {id(empty): OrderedDict() for module in model.modules() for empty in _empty(module)}
+    bound = list[tuple[nn.Module, str, FunctionType]]()
+    for module in modules:
+        for name, value in vars(module).items():
+            if type(value) is OrderedDict and not value:  # hooks it does not have: these would take most of the time
+                memo[id(value)] = OrderedDict()
+            elif isinstance(value, FunctionType) and value.__closure__:
+                bound.append((module, name, value))
+            elif type(value) not in _CONSTANTS and not name.startswith("_"):
+                # hidden states of its last call, which cannot be copied: their values
+                hidden = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not x.is_leaf)
+                memo |= {id(tensor): tensor.detach().clone() for tensor in hidden if id(tensor) not in memo}
     try:
+        plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
+        own = [(module, _empty_of(module, memo)) for module in modules if type(module) in plain]
+        for module, empty in reversed(own):  # from the inside: a child that copies itself finds its own children whole
+            state = module.__getstate__().items()
+            empty.__setstate__({n: v if type(v) in _CONSTANTS else copy.deepcopy(v, memo) for n, v in state})
         copied: M = copy.deepcopy(model, memo)
         for module, name, function in bound:
             cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
@@ -141,9 +151,31 @@ def _copied(model: M, memo: dict[int, Any]) -> M:
     return copied
 
 
-def _empty(module: nn.Module) -> Iterator[OrderedDict[Any, Any]]:
-    """The tables of hooks that a module does not have: `copy.deepcopy` spends most of its time on these."""
-    return (value for value in vars(module).values() if type(value) is OrderedDict and not value)
+def _is_plain(cls: type[nn.Module]) -> bool:
+    """Whether `copy.deepcopy` would copy the attributes of these modules, and nothing else: so they are here, faster.
+
+    Each is made before any is filled, where `copy.deepcopy` goes through all that a module holds.
+    """
+    slots = any("__slots__" in vars(base) for base in cls.__mro__)
+    own = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+    return not slots and all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in own)
+
+
+def _empty_of(module: nn.Module, memo: dict[int, Any]) -> Any:
+    memo[id(module)] = made = type(module).__new__(type(module))
+    return made
+
+
+def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [tensor for module in modules for tensor in parameters_of(module).values() if tensor is not None]
+
+
+def _buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [tensor for module in modules for tensor in buffers_of(module).values() if tensor is not None]
+
+
+def _tensors_in(modules: Sequence[nn.Module]) -> list[Tensor]:
+    return [*_parameters_in(modules), *_buffers_in(modules)]
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +199,7 @@ def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
 @contextlib.contextmanager
 def seeded(seed: int, model: nn.Module) -> Iterator[None]:
     """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if none had been drawn."""
-    devices = {t.device for _, t in _tensors_of(model) if t.device.type not in ("cpu", "meta")}
+    devices = {t.device for t in _tensors_in([*model.modules()]) if t.device.type not in ("cpu", "meta")}
     numpy: Any = sys.modules.get("numpy")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,12 @@ SETTINGS = (
 #: And where the learned ones have to be, at a preserving start.
 STARTS = (
     Setting("evaluation mode, at the start of the topology", rounding=True),
-    Setting("evaluation mode, at the start of the topology, perturbed weights", perturbed=True, rounding=True),
+    Setting(
+        "evaluation mode, at the start of the topology, perturbed weights, strided inputs",
+        perturbed=True,
+        strided=True,
+        rounding=True,
+    ),
 )
 
 #: Where the learned ones have to be what their formulas say, and are not the plain network.
@@ -166,9 +171,10 @@ def compare_moved(
     else:
         try:
             if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding hides more, or decides
-                _compare_in(dataclasses.replace(MOVED, dtype=torch.float32), original, rewired, inputs, done)
+                exact = dataclasses.replace(MOVED, dtype=torch.float32)
+                _compare_in(exact, _Reference(original, inputs), rewired, done)
             if not done.settings:
-                _compare_in(MOVED, original, rewired, inputs, done)
+                _compare_in(MOVED, _Reference(original, inputs), rewired, done)
         except ValidationMismatch:
             why = _kept_between(found, rewired) or _misled(found, rewired, inputs, patterns)
             if not why:
@@ -204,7 +210,7 @@ def _misled(found: Found, rewired: nn.Module, inputs: Inputs, patterns: Sequence
     """Why the wired original says nothing; empty if with plain connections it is the original."""
     try:
         plain = wired(found, with_plain_connections(rewired), patterns)
-        _compare_in(MOVED, found.evaluation.flow.model, plain, inputs, Comparison())
+        _compare_in(MOVED, _Reference(found.evaluation.flow.model, inputs), plain, Comparison())
     except Exception as error:
         return f"wired by plain connections, the original is not itself ({type(error).__name__}: {error})"
     return ""
@@ -218,11 +224,25 @@ def compare_both(
     settings: Sequence[Setting],
     starts: Sequence[Setting],
 ) -> None:
-    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is in ``starts``."""
-    with progress(f"validating {name}", len(settings) + len(starts)) as step:
-        compare(original, with_plain_connections(rewired), inputs, settings, step)
-        if starts:
-            compare(original, rewired, inputs, starts, step)
+    """`compare` the same rewrite with plain connections in it, in ``settings``; and as it is in ``starts``.
+
+    Settings in which the original runs alike follow each other: it runs once for them.
+    """
+    plain, reference = with_plain_connections(rewired), _Reference(original, inputs)
+    done = {plain: Comparison(), rewired: Comparison()} if starts else {plain: Comparison()}
+    pairs = [(setting, plain) for setting in settings] + [(setting, rewired) for setting in starts]
+    ways = [*dict.fromkeys(_way(setting) for setting, _ in pairs)]
+    with progress(f"validating {name}", len(pairs)) as step:
+        for setting, model in sorted(pairs, key=lambda pair: ways.index(_way(pair[0]))):
+            _compare_in(setting, reference, model, done[model])
+            step()
+    for found in done.values():
+        _check_compared(found, original)
+
+
+def _way(setting: Setting) -> Setting:
+    """What a setting says of the original's run."""
+    return dataclasses.replace(setting, name="", rounding=False)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:
@@ -241,9 +261,8 @@ def compare(
     rewired: nn.Module,
     inputs: Inputs,
     settings: Sequence[Setting] = SETTINGS,
-    step: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Run both models in all settings, forward and backward, and compare; call ``step`` after each.
+    """Run both models in all settings, forward and backward, and compare.
 
     Returns:
         What was compared.
@@ -253,10 +272,15 @@ def compare(
         ValidationMismatch: outputs or gradients differ, or nothing could be compared.
         OutOfOrder: in training mode other residual adds run than were found.
     """
-    done = Comparison()
+    done, reference = Comparison(), _Reference(original, inputs)
     for setting in settings:
-        _compare_in(setting, original, rewired, inputs, done)
-        step()
+        _compare_in(setting, reference, rewired, done)
+    _check_compared(done, original)
+    return done
+
+
+def _check_compared(done: Comparison, original: nn.Module) -> None:
+    """Refuse models of which no numbers could be compared."""
     if not done.outputs:
         _check_weights(original)
         raise ValidationMismatch(
@@ -264,7 +288,6 @@ def compare(
             "(empty tensors, NaN, integers only, or objects that are not looked into). Pass others, or validate=False."
         )
     log.info("%s: %s", type(original).__name__, done)
-    return done
 
 
 def _check_weights(model: nn.Module) -> None:
@@ -277,13 +300,31 @@ def _check_weights(model: nn.Module) -> None:
             )
 
 
-def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:
-    values = values_for(setting, original, rewired)
-    given, expected = _original_run(setting, original, inputs, values, done)
+class _Reference:
+    """The original and its inputs; its last run, which settings have in common that differ in the other model alone."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.model, self.inputs = model, inputs
+        self._last: tuple[Setting, dict[str, Tensor], Inputs, Run | None] | None = None
+
+    def run(
+        self, setting: Setting, rewired: nn.Module, done: Comparison
+    ) -> tuple[dict[str, Tensor], Inputs, Run | None]:
+        """The parameters and inputs that were used, and the run; None if only the model's own weights and mode work."""
+        if self._last is None or self._last[0] != _way(setting):
+            self._last = None  # before new values are made
+            values = values_for(setting, self.model, rewired)
+            self._last = _way(setting), values, *_original_run(setting, self.model, self.inputs, values, done)
+        return self._last[1:]
+
+
+def _compare_in(setting: Setting, reference: _Reference, rewired: nn.Module, done: Comparison) -> None:
+    original = reference.model
+    values, given, expected = reference.run(setting, rewired, done)
     if expected is None or not any(finite(output) for output in expected.outputs):
         return  # perturbed weights, or this mode, make nothing that could be compared
     try:
-        actual = run(setting, rewired, given, values, expected.gradients)
+        actual = run(setting, rewired, given, values, dict(expected.gradients))
     except RewireError:
         raise
     except Exception as error:

@@ -95,16 +95,6 @@ def _token_ids(config: Any) -> torch.Tensor:
     return ids.masked_fill(ids == (getattr(text, "pad_token_id", None) or 0), 3)
 
 
-def _states(config: Any) -> torch.Tensor:
-    return torch.randn(
-        2, _SEQUENCE, _said(config, "hidden_size", "d_model", "embed_dim", "dim"), generator=_generator()
-    )
-
-
-def _ones(config: Any) -> torch.Tensor:
-    return torch.ones(2, _SEQUENCE, dtype=torch.long)
-
-
 def _boxes(config: Any) -> torch.Tensor:
     corners = torch.randint(0, 32, (2, _SEQUENCE, 2), generator=_generator())
     return torch.cat([corners, corners + 8], dim=-1)
@@ -115,21 +105,21 @@ def _pixels(config: Any) -> torch.Tensor:
     size = _said(vision, "image_size", "img_size") or 64
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     frames = [vision.num_frames] if getattr(vision, "num_frames", None) else []
-    return torch.randn(2, *frames, _channels(vision), height, width, generator=_generator())
+    return _noise(2, *frames, _channels(vision), height, width)
 
 
 def _frames(config: Any) -> torch.Tensor:
     vision = _vision(config)
     size = _said(vision, "image_size", "crop_size") or 64
     frames = _said(vision, "num_frames", "frames_per_clip") or 4
-    return torch.randn(2, frames, _channels(vision), size, size, generator=_generator())
+    return _noise(2, frames, _channels(vision), size, size)
 
 
 def _patches(config: Any) -> torch.Tensor:
     """Patches of images, one below the other, for vision encoders that take images of any size."""
     vision = _vision(config)
     values = _channels(vision) * vision.patch_size**2 * (getattr(vision, "temporal_patch_size", None) or 1)
-    return torch.randn(int(_grid(config).prod(-1).sum()), values, generator=_generator())
+    return _noise(int(_grid(config).prod(-1).sum()), values)
 
 
 def _grid(config: Any) -> torch.Tensor:
@@ -148,7 +138,7 @@ def _channels(vision: Any) -> int:
 
 def _spectrogram(config: Any) -> torch.Tensor:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        return torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=_generator())
+        return _noise(2, config.num_mel_bins, 2 * config.max_source_positions)
     audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
     features = (
         "num_mel_bins",
@@ -158,42 +148,22 @@ def _spectrogram(config: Any) -> torch.Tensor:
         "model_in_dim",
         "input_dim",
     )
-    return torch.randn(2, 64, _said(audio, *features) or 80, generator=_generator())
+    return _noise(2, 64, _said(audio, *features) or 80)
 
 
 def _waveform(config: Any) -> torch.Tensor:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # of a spectrogram, after all
-        return torch.randn(2, config.max_length, config.num_mel_bins, generator=_generator())
+        return _noise(2, config.max_length, config.num_mel_bins)
     if getattr(config, "conv_stride", None):
-        return torch.randn(2, 20 * math.prod(config.conv_stride), generator=_generator())
-    return torch.randn(2, 1, 4 * (_said(config, "hop_length", "frame_size") or 400), generator=_generator())
-
-
-def _audio_mask(config: Any) -> torch.Tensor:
-    return torch.ones(2, max(_spectrogram(config).shape[1:]), dtype=torch.long)
+        return _noise(2, 20 * math.prod(config.conv_stride))
+    return _noise(2, 1, 4 * (_said(config, "hop_length", "frame_size") or 400))
 
 
 def _series(config: Any) -> torch.Tensor:
     length = _said(config, "context_length", "prediction_length", "patch_length") or 32
     lags = max(getattr(config, "lags_sequence", None) or [0])
     channels = [config.num_input_channels] if hasattr(config, "num_input_channels") else []
-    return torch.randn(2, length + lags, *channels, generator=_generator())
-
-
-def _time_features(config: Any) -> torch.Tensor:
-    return torch.randn(*_series(config).shape[:2], config.num_time_features, generator=_generator())
-
-
-def _observed(config: Any) -> torch.Tensor:
-    return torch.ones_like(_series(config))
-
-
-def _future(config: Any) -> torch.Tensor:
-    return torch.randn(2, config.prediction_length, generator=_generator())
-
-
-def _future_features(config: Any) -> torch.Tensor:
-    return torch.randn(2, config.prediction_length, config.num_time_features, generator=_generator())
+    return _noise(2, length + lags, *channels)
 
 
 def _said(config: Any, *names: str) -> Any:
@@ -205,12 +175,20 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator())
+
+
+def _states(config: Any) -> torch.Tensor:
+    return _noise(2, _SEQUENCE, _said(config, "hidden_size", "d_model", "embed_dim", "dim"))
+
+
 _MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "input_ids": _token_ids,
     "decoder_input_ids": _token_ids,
     "qformer_input_ids": _token_ids,
-    "attention_mask": _ones,
-    "mask": _ones,
+    "attention_mask": lambda config: torch.ones(2, _SEQUENCE, dtype=torch.long),
+    "mask": lambda config: torch.ones(2, _SEQUENCE, dtype=torch.long),
     "bbox": _boxes,
     "inputs_embeds": _states,
     "hidden_states": _states,
@@ -222,13 +200,13 @@ _MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "image_grid_thw": _grid,
     "input_features": _spectrogram,
     "spectrogram": _spectrogram,
-    "input_features_mask": _audio_mask,
+    "input_features_mask": lambda config: torch.ones(2, max(_spectrogram(config).shape[1:]), dtype=torch.long),
     "input_values": _waveform,
     "past_values": _series,
-    "past_time_features": _time_features,
-    "future_values": _future,
-    "future_time_features": _future_features,
-    "past_observed_mask": _observed,
+    "past_time_features": lambda config: _noise(*_series(config).shape[:2], config.num_time_features),
+    "future_values": lambda config: _noise(2, config.prediction_length),
+    "future_time_features": lambda config: _noise(2, config.prediction_length, config.num_time_features),
+    "past_observed_mask": lambda config: torch.ones_like(_series(config)),
 }
 
 #: Inputs for images that come as patches, beside a grid that tells their sizes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ Granularity = Literal["block", "sublayer"]
 States = tuple[Any, ...]
 #: Effective connection weights of a topology.
 W = TypeVar("W", default=Any)
+#: Those of a topology that computes with what it learns as it is: the learned weights, float32, by name.
+Named = dict[str, Tensor]
 #: The natural scale of a weight that multiplies whole hidden states; a power of 2, so that storing it loses no digit.
 OF_STATES = 1 / 8
 
@@ -189,9 +191,9 @@ class Topology(ABC, Generic[W]):
         """
         return {}
 
-    @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:
-        """Effective weights, computed once per forward in float32 from the learned ones."""
+        """Effective weights, computed once per forward in float32 from the learned ones; else these, by name."""
+        return cast("W", {name: value.float() for name, value in parameters.items()})
 
     def start(self, x: Tensor, weights: W) -> States:
         """States at the trunk's input ``x_0``."""

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
 _EPS = 1e-6  # the least norm of a branch's output that is divided by, as in the authors' code
 
 
-class Delta(NamedTuple):
-    """Weights of Deep Delta Learning, float32.
-
-    Attributes:
-        gate, gate_bias: w [T, D] and s [T].
-        value, value_bias: u [T, D] and c [T].
-    """
-
-    gate: Tensor
-    gate_bias: Tensor
-    value: Tensor
-    value_bias: Tensor
-
-
 @register_topology("ddl")
 @dataclasses.dataclass(frozen=True)
-class DDL(TwoForms[Delta], FirstOrder[Delta]):
+class DDL(TwoForms[Named], FirstOrder[Named]):
     """Deep Delta Learning: the branch names a direction, and the state's part along it is replaced (arXiv 2601.00417).
 
     ``x_t = (I - b_t k_t k_t^T) x_{t-1} + b_t v_t k_t`` per token, with ``k_t = f_t / |f_t|``, a gate
@@ -81,21 +67,18 @@ class DDL(TwoForms[Delta], FirstOrder[Delta]):
             "value_bias": torch.full((dims.depth,), 2.0),
         }
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
-        return Delta(**parameters)
-
-    def merge(self, states: States, weights: Delta, t: int, *branches: Tensor) -> Mix:
+    def merge(self, states: States, weights: Named, t: int, *branches: Tensor) -> Mix:
         (x,), f, unit = states, total(branches), t - 1
-        gate = self._gate(project_normed(x, weights.gate[unit, :, None]) + weights.gate_bias[unit])
-        value = project(x, weights.value[unit, :, None]) + weights.value_bias[unit]
+        gate = self._gate(project_normed(x, weights["gate"][unit, :, None]) + weights["gate_bias"][unit])
+        value = project(x, weights["value"][unit, :, None]) + weights["value_bias"][unit]
         size = torch.linalg.vector_norm(f, dim=-1, keepdim=True, dtype=gate.dtype).clamp(min=_EPS)
         along = (f.to(gate.dtype) * x).sum(-1, keepdim=True) / size  # k . x
         share = gate * (value - along) / size  # of f, per token
         return pending_mix((f,), None, added=(x,), scores=(share if self.form == "delta" else 1 + share,))
 
-    def matrix(self, weights: Delta, dims: Dims) -> Tensor:
+    def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state, with w = 0."""
-        return torch.diag(1 - self._gate(weights.gate_bias) / dims.width)
+        return torch.diag(1 - self._gate(weights["gate_bias"]) / dims.width)
 
     def _gate(self, logits: Tensor) -> Tensor:
         """b, or what it differs from 1."""

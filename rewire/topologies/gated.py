@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
     Dims,
     Granularity,
+    Named,
     Start,
     States,
     Topology,
@@ -28,18 +29,9 @@ Reads = Literal["normed", "streams"]
 _STD = 0.02  # of the maps, as in the code of Qwen4-Exp
 
 
-class Weights(NamedTuple):
-    """The norm's scale [T + 1, n, D] of the T reads and the output, and their three maps."""
-
-    norm: Tensor
-    down: Tensor
-    up: Tensor
-    inject: Tensor
-
-
 @register_topology("hc-gated")
 @dataclasses.dataclass(frozen=True)
-class GatedHyperConnections(Topology[Weights]):
+class GatedHyperConnections(Topology[Named]):
     """Gated hyper-connections (Qwen4-Exp; transformers' ``Qwen4ExpTextGatedResidual``).
 
     ``H_0`` [n, D] is n copies of ``x_0``. With ``N = rms_norm(H_{t-1}) * (1 + w)``, each stream normed by itself, and x
@@ -109,25 +101,22 @@ class GatedHyperConnections(Topology[Weights]):
             "inject": drawn(dims.depth, channels, n, zero=start == "preserve"),
         }
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        return Weights(*(parameters[name].float() for name in Weights._fields))
-
-    def start(self, x: Tensor, weights: Weights) -> States:
+    def start(self, x: Tensor, weights: Named) -> States:
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
 
-    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Named, t: int) -> tuple[Tensor, States]:
         (streams,) = states
         value, vector = self._read(streams, weights, t - 1)
-        write = 2 * torch.sigmoid(project(vector, weights.inject[t - 1]) / self.streams)
+        write = 2 * torch.sigmoid(project(vector, weights["inject"][t - 1]) / self.streams)
         return value, (streams, write)
 
-    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: Named, t: int, *branches: Tensor) -> States:
         streams, write = states
         kept = torch.eye(self.streams, dtype=write.dtype, device=write.device).expand(*write.shape, -1)
         table = torch.cat([kept, write.unsqueeze(-2)], dim=-2)
         return (combine(streams, table, [branch.unsqueeze(-2) for branch in branches]),)
 
-    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Named, dims: Dims) -> Tensor:
         return self._read(states[0], weights, dims.depth)[0]
 
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
@@ -142,20 +131,20 @@ class GatedHyperConnections(Topology[Weights]):
         streams: Tensor = states[0]
         return streams
 
-    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
+    def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
         No part of the weights is independent of the input: these are the gates that are half open, of streams 1.
         """
         size = dims.depth + 1
-        return torch.ones(size, size, device=weights.norm.device).tril()
+        return torch.ones(size, size, device=weights["norm"].device).tril()
 
-    def _read(self, streams: Tensor, weights: Weights, number: int) -> tuple[Tensor, Tensor]:
+    def _read(self, streams: Tensor, weights: Named, number: int) -> tuple[Tensor, Tensor]:
         """A read, and x."""
         n = self.streams
-        normed = rms_norm(streams, self.norm_eps) * (1 + weights.norm[number])
+        normed = rms_norm(streams, self.norm_eps) * (1 + weights["norm"][number])
         vector = normed.flatten(-2)
-        hidden = torch.nn.functional.silu(project(vector, weights.down[number]) / n)
-        gates = torch.sigmoid(project(hidden, weights.up[number])).unflatten(-1, (n, -1))
+        hidden = torch.nn.functional.silu(project(vector, weights["down"][number]) / n)
+        gates = torch.sigmoid(project(hidden, weights["up"][number])).unflatten(-1, (n, -1))
         values, factor = (normed, 1 / n) if self.reads == "normed" else (streams, 2 / n)
         return (gates * values).sum(-2).mul(factor).to(streams.dtype), vector

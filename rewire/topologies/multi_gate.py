@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rewire.mixes.tokens import project_normed
 from rewire.topologies.base import (
     Dims,
     Granularity,
+    Named,
     Start,
     States,
     Topology,
@@ -29,22 +30,9 @@ from rewire.topologies.registry import register_topology
 _EPS = 1e-6  # of the norms
 
 
-class Gates(NamedTuple):
-    """Weights of a trunk, float32.
-
-    Attributes:
-        queries: of the reads t = 2..T+1, [T, D].
-        gates, bias: of the units that find all streams there, [M, D] and [M, n]; None: there are no such units.
-    """
-
-    queries: Tensor
-    gates: Tensor | None
-    bias: Tensor | None
-
-
 @register_topology("multi-gate")
 @dataclasses.dataclass(frozen=True)
-class MultiGate(Topology[Gates]):
+class MultiGate(Topology[Named]):
     """Multi-Gate Residuals: n streams, each with a gate that moves it towards each branch (arXiv 2605.23259).
 
     ``x_0`` is the first stream, and what the first n - 1 units return are the others. From then on every stream moves
@@ -100,39 +88,35 @@ class MultiGate(Topology[Gates]):
             )
         return -math.log(left) if self.bias is None else self.bias
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gates:
-        return Gates(parameters["queries"], parameters.get("gates"), parameters.get("bias"))
-
-    def read(self, states: States, weights: Gates, t: int) -> tuple[Tensor | Mix, States]:
+    def read(self, states: States, weights: Named, t: int) -> tuple[Tensor | Mix, States]:
         return (states[0] if t == 1 else self._pooled(states, weights, t)), states
 
-    def write(self, states: States, weights: Gates, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: Named, t: int, *branches: Tensor) -> States:
         if len(states) < self.streams:
             return (*states, total(branches))
-        assert weights.gates is not None and weights.bias is not None
         unit = t - self.streams
         found = []
-        for stream, bias in zip(states, weights.bias[unit], strict=True):
-            gate = torch.sigmoid(_scored(stream, weights.gates[unit]) + bias)
+        for stream, bias in zip(states, weights["bias"][unit], strict=True):
+            gate = torch.sigmoid(_scored(stream, weights["gates"][unit]) + bias)
             found.append(mix((stream, *branches), None, scores=(1 - gate, *[gate] * len(branches))))
         return tuple(found)
 
-    def finish(self, states: States, weights: Gates, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Named, dims: Dims) -> Tensor:
         return materialize(self._pooled(states, weights, dims.depth + 1))
 
-    def newest(self, states: States, weights: Gates, t: int) -> tuple[int, ...]:
+    def newest(self, states: States, weights: Named, t: int) -> tuple[int, ...]:
         return (0,) if t == 1 else ()
 
-    def matrix(self, weights: Gates, dims: Dims) -> Tensor:
+    def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last one the output; columns f_0 .. f_T.
 
         With v = w = 0.
         """
-        zero = weights.queries.new_zeros(dims.depth, dims.depth + 1)
-        return in_increments(self, weights._replace(queries=zero, gates=zero), dims.depth, zero.device)
+        zero = weights["queries"].new_zeros(dims.depth, dims.depth + 1)
+        return in_increments(self, weights | {"queries": zero, "gates": zero}, dims.depth, zero.device)
 
-    def _pooled(self, streams: States, weights: Gates, t: int) -> Mix:
-        scores = torch.stack([_scored(stream, weights.queries[t - 2]) for stream in streams])
+    def _pooled(self, streams: States, weights: Named, t: int) -> Mix:
+        scores = torch.stack([_scored(stream, weights["queries"][t - 2]) for stream in streams])
         return pending_mix(streams, None, scores=softmax(scores, scaled=False)[0].unbind())
 
 

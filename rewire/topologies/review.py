@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.tokens import rms_norm
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["sigmoid", "difference"]
 _EPS = 1e-5  # of both norms, as in the author's code
 
 
-class Gate(NamedTuple):
-    """Weights of the gates, float32.
-
-    Attributes:
-        state, update: the two halves of W, transposed, [T, D, D].
-        bias: [T, D].
-    """
-
-    state: Tensor
-    update: Tensor
-    bias: Tensor
-
-
 @register_topology("review")
 @dataclasses.dataclass(frozen=True)
-class Review(TwoForms[Gate], FirstOrder[Gate]):
+class Review(TwoForms[Named], FirstOrder[Named]):
     """Review residuals: each branch is scaled by a gate that depends on the state and on itself (arXiv 2606.31859).
 
     ``x_t = x_{t-1} + g_t * f_t`` with ``g_t = sigmoid(W_t [rmsnorm(x_{t-1}), rmsnorm(f_t)] + b_t)``, a number for each
@@ -72,13 +59,10 @@ class Review(TwoForms[Gate], FirstOrder[Gate]):
         square = dims.depth, dims.width, dims.width
         return {"state": torch.zeros(square), "update": torch.zeros(square), "bias": torch.zeros(square[:2])}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gate:
-        return Gate(**{name: value.float() for name, value in parameters.items()})
-
-    def merge(self, states: States, weights: Gate, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Named, t: int, *branches: Tensor) -> Tensor:
         (x,), f, unit = states, total(branches), t - 1
-        logits = _mapped(x, weights.state[unit]) + _mapped(f, weights.update[unit])
-        gate = torch.sigmoid(logits + weights.bias[unit])
+        logits = _mapped(x, weights["state"][unit]) + _mapped(f, weights["update"][unit])
+        gate = torch.sigmoid(logits + weights["bias"][unit])
         if self.form == "difference":
             return total((x, *branches)) + ((gate - 0.5) * f).to(x.dtype)
         return x + (gate * f).to(x.dtype)

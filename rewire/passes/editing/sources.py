@@ -44,8 +44,8 @@ class Sources:
         if "forward" in vars(module) and (not scope.helper or (method.code is code and code.co_name == "forward")):
             name = scope.path or type(module).__name__
             raise EditError(
-                f"the forward of '{name}' was replaced on this one module, as `self.forward = self.other` does: make it "
-                "the forward of a class, or let the forward of its class call the other one"
+                f"the forward of '{name}' was replaced on this one module, as `self.forward = self.other` does: make "
+                "it the forward of a class, or let the forward of its class call the other one"
             )
         if isinstance(module, fx.GraphModule):
             raise EditError(f"'{scope.path}' was traced by torch.fx, whose copies lose edits: rewire what was traced")

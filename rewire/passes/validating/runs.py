@@ -262,7 +262,8 @@ def movement(rewired: nn.Module) -> dict[str, Tensor]:
 def _matrix(connection: Connection, drawn: dict[str, Tensor], scale: float) -> Tensor:
     """The effective weights, with learned ones that were moved."""
     topology, dims = connection.layout.topology, connection.layout.dims
-    learned = {name: p.detach().cpu() + scale * drawn[name] for name, p in connection.named_parameters()}
+    stored = {name: p.detach().cpu() + scale * drawn[name] for name, p in connection.named_parameters()}
+    learned = {name: value * connection.stored_in[name] for name, value in stored.items()}
     constants = {name: buffer.cpu() for name, buffer in connection.named_buffers()}
     return topology.matrix(topology.weights({**learned, **constants}, dims), dims)
 

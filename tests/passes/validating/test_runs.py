@@ -56,6 +56,17 @@ def test_what_validation_perturbs_is_freed(net):
     assert all(torch.UntypedStorage._expired(ref) for ref in memory)
 
 
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static", "ancre-ingoing"])
+def test_moved_weights_mix_as_much_in_deep_models(topology):
+    """Stored are multiples of units: what is looked at are the weights that the formulas see."""
+    rewired = rewire.compile(Net(64, 12), topology, example_inputs=(torch.randn(1, 64),), validate=False)
+    (connection,) = rewire.connections(rewired).values()
+    start = connection.matrix()
+    for name, value in runs.movement(rewired).items():
+        rewired.get_parameter(name).data.copy_(value)
+    assert 0.05 < (connection.matrix() - start).abs().max() <= 0.5
+
+
 def test_tied_values_differ_from_block_to_block(net, monkeypatch):
     monkeypatch.setattr(runs, "LARGE", 0)
     values = values_for(Setting("", perturbed=True, moved=True, dtype=torch.float64), net, net)

@@ -1,0 +1,93 @@
+"""Copies of models: what of them is their own, and what they share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rewire.copies import private, shared
+
+
+class Counting(nn.Module):
+    """Modules that are held twice, in lists and closures; values of the last call, and a copy of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.inner.weight
+        self.same, self.unregistered = self.inner, [self.inner]
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[int] = []
+        self.step = lambda x: self.inner(x)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.last = {"hidden": self.step(x)}
+        return self.last["hidden"] + self.tied(x)
+
+
+class Copied(nn.Linear):
+    """A layer that says how it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Copied:
+        made = memo[id(self)] = Copied(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        made.how = "its own way"
+        return made
+
+
+class Restored(nn.Linear):
+    """A layer with attributes that it makes anew."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.cache = "made anew"
+
+
+@pytest.mark.parametrize("copied", [shared, private, copy.deepcopy])
+def test_a_copy_holds_its_own_modules_as_the_model_does(copied: Any) -> None:
+    model = Counting()
+    if copied is not copy.deepcopy:
+        model(torch.ones(2, 4))  # a hidden state, which deepcopy refuses
+    made = copied(model)
+    assert made.same is made.inner is made.unregistered[0] is not model.inner
+    assert made.tied.weight is made.inner.weight
+    assert made.seen == model.seen and made.seen is not model.seen
+    made.inner.bias = nn.Parameter(torch.full((4,), 7.0))
+    if copied is not copy.deepcopy:  # which keeps closures
+        assert made.step(torch.zeros(1, 4)).tolist() == [[7.0] * 4]
+        assert made.last["hidden"] is not model.last["hidden"] and made.last["hidden"].is_leaf
+
+
+def test_what_a_private_copy_computes_leaves_no_trace() -> None:
+    model = Counting()
+    made = private(model)
+    made(torch.ones(2, 4)).sum().backward()
+    assert not model.seen and model.last is None and float(model.calls) == 0
+    assert all(p.grad is None for p in model.parameters()) and made.inner.weight.grad is not None
+    assert made.inner.weight.data_ptr() == model.inner.weight.data_ptr()
+
+
+def test_a_shared_copy_has_the_same_tensors() -> None:
+    model = Counting()
+    made = shared(model)
+    assert all(a is b for a, b in zip(made.parameters(), model.parameters(), strict=True))
+    assert made.calls is model.calls
+
+
+def test_modules_that_say_how_they_are_copied_are() -> None:
+    model = nn.Sequential(Copied(4, 4), Restored(4, 4))
+    model[1].cache = "old"
+    first, second = shared(model)
+    assert first.how == "its own way" and second.cache == "made anew"
+    assert second.weight is model[1].weight
