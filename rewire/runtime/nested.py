@@ -104,7 +104,7 @@ def with_item(value: Any, item: int | None, index: int | None, change: Callable[
         return change(value)
     items = list(value)
     if item is not None:
-        index = [n for n, part in enumerate(items) if isinstance(part, Tensor)][item]
+        index = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))][item]
     assert index is not None
     items[index] = change(items[index])
     return like(value, items)
