@@ -184,6 +184,8 @@ class Depth:
         otherwise: str = "",
         qkv: bool = False,
         read: Sequence[int] = (),
+        item: int | None = None,
+        index: int | None = None,
     ) -> Callable[..., Any]:
         """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
 
@@ -199,11 +201,12 @@ class Depth:
                 place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
             qkv: whether it holds projections of an attention: what these read goes in, in place of a stream.
             read: numbers of the trunks whose values go in as tensors.
+            item, index: for ``"push"``, which of what it returns is the state, as for `push`.
         """
         if qkv:
             return self.separate.through(function)
         if isinstance(function, functools.partial):  # which may hold a stream's value
-            held, how = function, (norm, post, kept, last, otherwise, qkv, read)
+            held, how = function, (norm, post, kept, last, otherwise, qkv, read, item, index)
             return lambda *args, **kwargs: self.through(held.func, *how)(*held.args, *args, **held.keywords | kwargs)
 
         alone = [self.entries[number].trunk for number in read]
@@ -215,9 +218,9 @@ class Depth:
             ended = self._ended(args, kwargs)
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
             self._taken_up([given for given in (*args, *kwargs.values()) if isinstance(given, dict)], norm, post, kept)
-            for item in tensors_and_streams(result) if ended else ():
-                if isinstance(item, Stream) and item.layout.trunk in ended:
-                    raise item.layout.other_passes()
+            for part in tensors_and_streams(result) if ended else ():
+                if isinstance(part, Stream) and part.layout.trunk in ended:
+                    raise part.layout.other_passes()
             result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
             for live in [live for live in self.live if live.given]:
                 done = live.stream.weights.ended or (torch.compiler.is_compiling() and _may_end(live, function, *args))
@@ -229,9 +232,9 @@ class Depth:
                 live.given = False
                 if otherwise == "view":
                     live.stream = live.stream.viewed(lambda x: function(*_with(args, live, x), **kwargs))  # noqa: B023
+                    result = live.read(norm)
                 else:
-                    live.stream = live.stream.push(self._tensor(result))
-                result = live.read(norm)
+                    result = with_item(result, item, index, functools.partial(self._pushed, live, norm))
             return result
 
         return call
@@ -474,12 +477,12 @@ class Depth:
             )
         self._check_unchanged(live)
 
-        def pushed(part: Any) -> Tensor:
-            live.stream = live.stream.push(self._tensor(part), more)
-            value, live.apart = live.read(norm), False  # made here: nobody else has projected it
-            return part if more else value
+        return with_item(state, item, index, functools.partial(self._pushed, live, norm, more=more))
 
-        return with_item(state, item, index, pushed)
+    def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
+        live.stream = live.stream.push(self._tensor(part), more)
+        value, live.apart = live.read(norm), False  # made here: nobody else has projected it
+        return part if more else value
 
     def _tensor(self, state: Any) -> Tensor:
         if not isinstance(state, Tensor):

@@ -47,9 +47,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """What an instance of a dataclass holds, by name; no code of its class is run, which may raise."""
-    names = [field.name for field in dataclasses.fields(value)]
+    held = vars(value) if hasattr(value, "__dict__") else {}
+    names = [field.name for field in dataclasses.fields(value) if field.name not in held]
     slots = [name for name in names if isinstance(getattr(type(value), name, None), MemberDescriptorType)]
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return {**held, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
 
 
 def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -103,7 +104,7 @@ def with_item(value: Any, item: int | None, index: int | None, change: Callable[
         return change(value)
     items = list(value)
     if item is not None:
-        index = [n for n, part in enumerate(items) if isinstance(part, Tensor)][item]
+        index = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))][item]
     assert index is not None
     items[index] = change(items[index])
     return like(value, items)

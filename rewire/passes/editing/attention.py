@@ -102,8 +102,10 @@ class _Attention:
         """The function in which the stream is read for an attention."""
         users = [user for user in self.flow.users[self.add.state] if user in self.add.region]
         scopes = around(user.scope.chain() for user in users)
-        while scopes[-1] not in self.carriers.scopes:
+        while scopes and scopes[-1] not in self.carriers.scopes:
             scopes.pop()
+        if not scopes:
+            raise EditError("it does not read the state that its output is added to")
         return scopes[-1]
 
     def _hand_down(self, reads: Scope, projection: Scope, values: set[Op]) -> None:

@@ -89,7 +89,7 @@ class Sources:
         written, always = self._written(scope, call)
         above = self.plan(scope.parent)
         gate = above.helper(known.gate)
-        if _is_of_super(written) and scope.code is not None and not scope.code.co_freevars:
+        if _is_of_super(written) and _gets_self(scope):
             return Callee(span_of(written), f"{gate}.on({above.text.receiver})", True)  # of this class always the same
         return Callee(span_of(written), gate, always)
 
@@ -176,6 +176,13 @@ def _is_of_super(node: ast.expr) -> bool:
     """Whether an expression is a method of ``super()``."""
     of = node.value if isinstance(node, ast.Attribute) else None
     return isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super" and not of.args
+
+
+def _gets_self(scope: Scope) -> bool:
+    """Whether a function without free variables is a method of its module's class or of a base, and no static one."""
+    code, classes = scope.code, type(scope.module).__mro__
+    own = (vars(cls).get(code.co_name) for cls in classes) if code is not None and not code.co_freevars else ()
+    return any(isinstance(function, FunctionType) and function.__code__ is code for function in own)
 
 
 def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bool:

@@ -293,6 +293,9 @@ class _Editor:
         how += [f"kept={sorted(edit.kept)}"] if edit.kept else []
         ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
         how += [f'otherwise="{method}"' for method in ways]
+        made = self.plan.edits.get(("push", edit.at)) if "push" in ways else None
+        numbers = {name: getattr(made, name, None) for name in ("item", "index")}
+        how += [f"{name}={number}" for name, number in numbers.items() if number is not None]
         read = self.plan.given.get(edit.at, set()) - self.plan.passed.get(edit.at, set())
         how += [f"read={sorted(read)}"] if read else []
         around = self._wrapped(self._call(edit.at).func, "through", how)

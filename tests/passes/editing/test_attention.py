@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import NanoGPT, token_ids, vectors
+from models import NanoGPT, PreNorm, SeparateAttention, Stack, token_ids, vectors
 from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
 
@@ -133,3 +133,47 @@ def test_equal_layers_share_the_attention_s_class(model_type: str) -> None:
     assert {type(m).__name__ for m in attentions if type(m).__name__ == cls} == {cls}
     # T5: with and without relative positions, in the encoder and in the decoder
     assert len({type(m) for m in attentions if type(m).__name__ == cls}) <= (4 if model_type == "t5" else 1)
+
+
+class Swaps(PreNorm):
+    """Two streams, of which each adds what it makes of the other, and which change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = SeparateAttention()  # type: ignore[assignment]
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a = a + self.attn(self.ln_1(b))
+        b = b + self.mlp(self.ln_2(a))
+        return b, a
+
+
+class Swapping(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.inp(x), 2 * self.inp(x)
+        for layer in self.layers:
+            a, b = layer(a, b)
+        return self.out(a + b)
+
+
+class SwappingInline(Swapping):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.inp(x), 2 * self.inp(x)
+        one, two = self.layers
+        a = a + one.attn(one.ln_1(b))
+        b = b + one.mlp(one.ln_2(a))
+        b = b + two.attn(two.ln_1(a))
+        a = a + two.mlp(two.ln_2(b))
+        return self.out(b + a)
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-dynamic"])
+def test_a_block_that_makes_the_next_state_among_others(topology: str) -> None:
+    model = Swapping(Swaps, 2)
+    rewired = rewire.compile(model, topology, example_inputs=(vectors(),))
+    torch.testing.assert_close(rewired(vectors()), model(vectors()))
+
+
+def test_attentions_that_do_not_read_the_state_that_they_are_added_to() -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match="does not read the state"):
+        rewire.compile(SwappingInline(Swaps, 2), "dca", example_inputs=(vectors(),), validate=False)

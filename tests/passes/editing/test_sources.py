@@ -409,10 +409,21 @@ class AddsByName(Adds):
         return self.decorated_static(self.of_class(x, self.mlp(self.ln_2(x))), torch.zeros(()))
 
 
+class AddsBySuper(Adds):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "method":
+            x = super().method(x, self.attn(self.ln_1(x)))
+            return super().decorated_static(x, self.mlp(self.ln_2(x)))
+        x = super().static(x, self.attn(self.ln_1(x)))
+        return super().of_class(x, self.mlp(self.ln_2(x)))
+
+
 HOW = ["function", "counted", "made", "static", "decorated static", "of class"]
 
 
-@pytest.mark.parametrize(("block", "how"), [*((Adds, how) for how in HOW), (AddsByName, "static"), (AddsByName, "")])
+@pytest.mark.parametrize(
+    ("block", "how"), [*((Adds, how) for how in HOW), (AddsByName, "static"), (AddsByName, ""), (AddsBySuper, "")]
+)
 @pytest.mark.filterwarnings("ignore:.*not validated")
 def test_helpers_of_all_kinds_and_their_pickles(block: type[Adds], how: str) -> None:
     rewired = alike(Stack(lambda: block(how), 2), "ancre-ingoing")
