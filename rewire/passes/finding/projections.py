@@ -65,7 +65,10 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     found = list(found)
     known = None if add is None else projections_in(flow, add)
     candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, known and known[0]))
-    for paths, fused in candidates:
+    region = () if add is None else add.region
+    called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
+    # In a joint attention of two streams, modules with usual names may read the other one.
+    for paths, fused in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
         if fused is not None or not _needs_layout(model, paths):
             order = "" if fused is None or add is None else order_in(flow, add, paths[0])
             if order not in ("", "qkv"):

@@ -9,6 +9,9 @@ from reading_apart import Reader, check_reads
 from torch import Tensor, nn
 
 import rewire
+from rewire.passes.find import find
+from rewire.passes.finding.projections import find_projections
+from rewire.passes.prepare import prepare
 
 WIDTH, HEADS = 16, 2
 
@@ -184,3 +187,39 @@ def test_projections_that_read_what_was_made_of_the_state_before() -> None:
 
     with pytest.raises(rewire.UnsupportedTopology, match=r"'blocks\.0\.attention' .* of the same state outside"):
         rewire.compile(Net(), "muddformer", example_inputs=(torch.randn(2, 5, WIDTH),))
+
+
+class Joint(nn.Module):
+    """One attention of two streams; the projections of the first one have the usual names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("to_q", "to_k", "to_v", "add_q", "add_k", "add_v", "out", "out_y"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (torch.cat([one(x), other(y)], 1) for one, other in self.pairs())
+        both = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(both[:, : x.shape[1]]), y + self.out_y(both[:, x.shape[1] :])
+
+    def pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.to_q, self.add_q), (self.to_k, self.add_k), (self.to_v, self.add_v)]
+
+
+class JointNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Joint() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x.sum() + y.square().sum()
+
+
+def test_an_attention_of_two_streams() -> None:
+    given = torch.randn(2, 5, WIDTH), torch.randn(2, 3, WIDTH)
+    finding = find(prepare(JointNet(), given), "run").evaluation
+    for (name, chain), kind in zip(finding.chains.items(), ("to", "add"), strict=True):
+        found = find_projections(finding.flow, finding.trunks[name].sites[0], (), chain.adds[0])
+        assert found.paths == tuple(f"blocks.0.{kind}_{way}" for way in "qkv")
