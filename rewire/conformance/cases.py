@@ -83,11 +83,11 @@ class Case:
         return len(self.inner)
 
 
-def cases(reference: Reference, options: Mapping[str, Any], low: bool = False) -> list[Case]:
-    """The cases of a scheme, with these options; with ``low`` those for low precision."""
+def cases(reference: Reference, options: Mapping[str, Any]) -> list[Case]:
+    """The cases of a scheme, with these options."""
     chosen = reference.with_options(options)
     least = max(reference.least, chosen.get("period") or 1)
-    kinds = {name: kind for name, kind in KINDS.items() if kind.depth >= least and (kind.low or not low)}
+    kinds = {name: kind for name, kind in KINDS.items() if kind.depth >= least}
     return [_made(reference, name, kind, chosen) for name, kind in kinds.items()]
 
 

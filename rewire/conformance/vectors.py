@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rewire.conformance.cases import KINDS, Case, cases
-from rewire.conformance.checker import expected
+from rewire.conformance.checker import allowed, exactly
 from rewire.conformance.running import Branch, of_reference, run
 from rewire.conformance.schemes import Reference, list_schemes, reference
 
@@ -79,10 +79,8 @@ def tensors(known: Reference, case: Case) -> dict[str, Tensor]:
 
 def about(known: Reference, case: Case) -> dict[str, Any]:
     """What else is to be known of a case, as JSON."""
-    low = KINDS[case.name].low
-    allowed = {"float32": expected(known, case, torch.float32)[1]}
-    if low:
-        allowed["bfloat16"] = expected(known, case, torch.bfloat16)[1]
+    want = exactly(known, case)
+    dtypes = {"float32": torch.float32} | ({"bfloat16": torch.bfloat16} if KINDS[case.name].low else {})
     return {
         "scheme": known.name,
         "source": known.source,
@@ -91,7 +89,7 @@ def about(known: Reference, case: Case) -> dict[str, Any]:
         "options": {name: case.options[name] for name in known.options},
         "attention": sorted(case.attention),
         "drawn": {name: how for name, how in known.drawn.items() if name in case.weights},
-        "allowed": allowed,
+        "allowed": {name: allowed(known, case, want, dtype) for name, dtype in dtypes.items()},
     }
 
 
