@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo docs notebook test slow lint mutants bench papers clean
+.PHONY: help env demo docs publish notebook test slow lint mutants bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -21,6 +21,12 @@ docs: env  ## build the documentation as a site, site/index.html
 	@echo "building the site: some minutes"
 	NO_MKDOCS_2_WARNING=1 $(DEV)/bin/mkdocs build --quiet
 	@echo "the site is in site/index.html"
+
+# On the local branch gh-pages; to publish it: git push origin gh-pages.
+VERSION ?= $(shell $(DEV)/bin/python -c "import rewire; print('.'.join(rewire.__version__.split('.')[:2]))")
+publish: env  ## add the documentation as that of VERSION to the branch gh-pages
+	PATH=$(CURDIR)/$(DEV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases $(VERSION) latest
+	PATH=$(CURDIR)/$(DEV)/bin:$$PATH mike set-default latest
 
 notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
 	rm -f examples/tour.ipynb

@@ -3,8 +3,9 @@
     python benchmarks/decode.py [--json FILE] [--rounds N] [--layers N] [--width N] [topology ..]
 
 The model is a Llama with random weights in evaluation mode. Each takes one token after the same prompt, again and
-again; what is reported is the time of a token beside the plain model's: the median over rounds of the ratio within a
-round, as other programs on the machine slow all of a round down. Topologies with weights per token have no frozen form.
+again; what is reported is the processor time of a token beside the plain model's: the median over rounds of the ratio
+within a round, as other programs on the machine slow all of a round down. Topologies with weights per token have no
+frozen form.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import copy
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ def main() -> None:
     sizes = {"hidden_size": given.width, "intermediate_size": 3 * given.width, "num_hidden_layers": given.layers}
     plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, vocab_size=1000)).eval()
     steps = {name: token_of(model) for name, model in models_of(plain, given.topologies).items()}
-    timings = harness.side_by_side(steps, given.rounds, torch.device("cpu"))
+    timings = harness.side_by_side(steps, given.rounds, torch.device("cpu"), clock=time.process_time)
     found = ratios(timings)
     table = Table("model", "ms a token", "over plain")
     for name, timing in timings.items():

@@ -197,6 +197,13 @@ def in_forward_mode() -> bool:
     return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
+def is_followed() -> bool:
+    """`in_dispatch_mode`, `under_functorch`, `in_forward_mode` or ``torch.jit.trace``, in one call."""
+    if _dispatch_modes is None or _transforms_active is None or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return True
+    return _dispatch_modes() > 0 or _transforms_active() or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
 def is_batch_of_gradients(grad: Tensor) -> bool:
     """Whether a gradient is several at once (``is_grads_batched=True``); if that cannot be told, yes."""
     return _is_batched is None or _is_batched(grad)

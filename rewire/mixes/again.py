@@ -81,6 +81,8 @@ def spared(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
         like: Any = args[0]
         with sparing(like):
             return function(*args, **kwargs)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
-from rewire.torch_internals import in_dispatch_mode, in_forward_mode, is_batch_of_gradients, under_functorch
+from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, is_followed, under_functorch
 
 _THREAD = threading.local()
+#: Elements up to which copies of tensors cost less than calls.
+_FEW = plain.WORTHWHILE // 8
 
 
 def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
@@ -41,9 +43,11 @@ def by_product(x: Tensor) -> bool:
 
     Of few elements, as in decoding, what each operation costs is its call. With gradients, copies would be kept.
     """
-    if torch.is_grad_enabled() or not exact_products(x) or x.numel() > plain.WORTHWHILE // 8:
+    if torch.is_grad_enabled() or not exact_products(x) or x.numel() > _FEW:
         return False
-    return not (_transforms() or in_dispatch_mode() or torch.is_autocast_enabled("cpu"))
+    if switch.INTERPRETED or getattr(_THREAD, "plainly", False):
+        return False
+    return not (is_followed() or torch.is_autocast_enabled("cpu"))
 
 
 def exact_products(x: Tensor) -> bool:

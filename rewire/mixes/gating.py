@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
-from rewire.mixes.streams import Claim, Projected, read_off_streams
+from rewire.kernels.cpu import plain
+from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
+from rewire.mixes.streams import Claim, Projected, of_tokens, read_off_streams
 from rewire.mixes.tokens import by_kernels, outside_autocast
 
 #: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
@@ -58,6 +59,8 @@ def read_off_gates(
         The gates; the streams and a claim on them, as `streams.read_off_streams` returns them.
     """
     claim: Claim | None
+    if by_product(streams):
+        return *formula(plain.project(of_tokens(streams, weight), weight, eps)[0], static, scale), streams, None
     if known is None:
         products, streams, claim = read_off_streams(streams, weight, eps)
     else:

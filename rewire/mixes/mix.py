@@ -94,6 +94,10 @@ class Mix:
         """The sum, [..., D]."""
         if not (self.sources or self.claims):
             return functools.reduce(torch.add, self.added)
+        if len(self.claims) == 0:
+            product = _product(self.sources, self.weights, self.scores, self.added)
+            if product is not None:
+                return product
         if self._left_to_autograd():
             return _by_autograd(self.sources, self.weights, self.scores, self.added)
         total: Tensor = self._computed(None)
@@ -204,9 +208,6 @@ def _by_autograd(
 ) -> Tensor:
     """The sum in plain torch."""
     dtype = _plain_dtype(*sources, *added)
-    product = _product(sources, weights, scores, dtype)
-    if product is not None:
-        return functools.reduce(Tensor.add_, added, product)
     factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
     precision = torch.promote_types(dtype, torch.float32)
@@ -227,23 +228,32 @@ def _by_autograd(
     return result.to(dtype)
 
 
-def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """The sum as one matrix product, if it is one."""
+def _product(
+    sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], added: Sequence[Tensor]
+) -> Tensor | None:
+    """The sum as one matrix product and plain adds, if it is of few elements; and as exact so."""
     x = sources[0]
-    if not by_product(x) or any(other.shape != x.shape or other.dtype != dtype for other in sources):
+    if not by_product(x):
+        return None
+    shape, dtype = x.shape, x.dtype
+    if any(other.shape != shape or other.dtype != dtype for other in sources[1:]):
+        return None
+    if len(added) > 0 and any(torch.promote_types(dtype, f.dtype) != dtype for f in added):
         return None
     if isinstance(weights, (list, tuple)) and len(weights) > 3 and all(type(w) is float for w in weights):
-        weights = torch.tensor(weights, dtype=dtype, device=x.device)
+        weights = plain.constants(tuple(weights), dtype)
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
         return None
     if not scores:
         assert weights is not None
-        return torch.stack(tuple(sources), -1) @ weights.to(dtype)
-    if any(s.shape != (*x.shape[:-1], 1) for s in scores):
+        product = torch.stack(tuple(sources), -1) @ (weights if weights.dtype == dtype else weights.to(dtype))
+    elif any(s.shape != (*shape[:-1], 1) for s in scores):
         return None
-    table = torch.cat(tuple(scores), -1)
-    table = (table if weights is None else table + weights).to(dtype)
-    return (table.unsqueeze(-2) @ torch.stack(tuple(sources), -2)).squeeze(-2)
+    else:
+        table = torch.cat(tuple(scores), -1)
+        table = (table if weights is None else table + weights).to(dtype)
+        product = (table.unsqueeze(-2) @ torch.stack(tuple(sources), -2)).squeeze(-2)
+    return functools.reduce(Tensor.add_, added, product)
 
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:

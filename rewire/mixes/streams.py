@@ -77,6 +77,10 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
     Returns:
         [..., k C], which may be yet to be computed; and the streams.
     """
+    if weights.shape[-1] == 1 and by_product(streams):  # one result is sooner a sum
+        return (streams * weights).sum(-2, dtype=streams.dtype), streams
+    if by_product(streams):
+        return _product(streams, weights.mT, ()).flatten(-2), streams
     if claim is not None and weights.shape[-1] == 1:
         return PendingRead(streams, weights, claim), streams
     result, handed_on = _read(streams, weights)
@@ -86,7 +90,7 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
 
 def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`combine` without branches; and the streams, as the next read is to take them."""
-    by_kernels = None if by_product(streams) else in_one_pass([streams], weights.shape[-1])
+    by_kernels = in_one_pass([streams], weights.shape[-1])
     if by_kernels is None or weights.shape[:-2] not in ((), streams.shape[:-2]):
         return _combined(streams, weights), streams
     table = (weights.mT, None) if weights.dim() == 2 else (None, weights.mT)
@@ -190,6 +194,8 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
     Returns:
         [..., k, C]
     """
+    if by_product(streams) and len(branches) < 2 and all(_fits(f, streams) for f in branches):
+        return _product(streams, weights.mT, branches)
     result = _combined(streams, weights, branches)
     remember_combined(result, streams, weights, branches)
     return result
@@ -204,8 +210,6 @@ def remember_combined(
 
 
 def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
-    if by_product(streams) and len(branches) < 2 and all(_fits(f, streams) for f in branches):
-        return _product(streams, weights.mT, branches)
     n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
     if by_kernels is False and exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
         by_kernels = None  # the loop would multiply by zeros, per token
@@ -242,7 +246,11 @@ def _fits(branch: Tensor, streams: Tensor) -> bool:
 def _product(streams: Tensor, table: Tensor, branches: Sequence[Tensor]) -> Tensor:
     """``table``, [..., k, n or n + 1], times the streams and the branch: each sum is of one branch at most."""
     terms = torch.cat((streams, *branches), -2) if branches else streams
-    return table.to(terms.dtype).expand(*terms.shape[:-2], *table.shape[-2:]).contiguous() @ terms
+    if table.dim() != terms.dim():
+        table = table.expand(*terms.shape[:-2], *table.shape[-2:])
+    if table.dtype != terms.dtype:
+        table = table.to(terms.dtype)
+    return table.contiguous() @ terms
 
 
 def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
-from rewire.mixes.autograd import by_torch, gradients, left_to_autograd, under_transforms
+from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.claims import added_up, by_read, claim_on
 
 
@@ -58,6 +58,8 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
     ``clamped``, scores below zero are zero. The derivative is 1 at zero, not 0 as that of relu, where weights that are
     zero would never learn. Gradients of later reads of ``x`` join the pass over memory that this one's backward makes.
     """
+    if x.dim() > 1 and by_product(x):  # nothing is kept
+        return plain.project(x, weight, eps, clamped)[0], x
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):

@@ -121,7 +121,10 @@ def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Any:
     """
     with _library("transformers") as library:
         if model_type not in library.CONFIG_MAPPING:
-            raise _unknown(f"transformers has no model type '{model_type}'.", model_type, library.CONFIG_MAPPING)
+            told = f"transformers has no model type '{model_type}'."
+            if "/" in model_type:
+                told += " Give a type, such as 'llama', not a repository."
+            raise _unknown(told, model_type, library.CONFIG_MAPPING)
         cls = library.CONFIG_MAPPING[model_type]
     return cls(**{**_settings(cls, narrow), **settings}, architectures=[])
 

@@ -613,7 +613,10 @@ class Depth:
 
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""
-        return next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
+        for entry in self.entries:
+            if entry.trunk == stream.layout.trunk:
+                return entry
+        return None
 
     def _check_unchanged(self, live: Live) -> None:
         if live.overwritten:

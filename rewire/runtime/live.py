@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Post, Reading, Stream, version
+from rewire.runtime.stream import Post, Reading, Stream, version, written_since
 from rewire.topologies.base import QKVInputs
 
 
@@ -93,7 +93,7 @@ class Live:
         self.entry, self.start, self.first = entry, stream.position, stream.position
         self.trunk, self.source = stream.layout.trunk, source
         self.values: list[Tensor] = []
-        self.versions: list[int] = []
+        self.versions: list[int | None] = []
         self.recorded: list[bool] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
@@ -111,8 +111,8 @@ class Live:
         held = self.stream.held
         if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
             lent = held.reading is not None and held.sum is held.reading.parts[0]
-            return lent and version(self.values[0]) != self.versions[0]
-        return [*map(version, self.values)] != self.versions
+            return lent and written_since(self.values[0], self.versions[0])
+        return any(map(written_since, self.values, self.versions))
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
@@ -122,7 +122,7 @@ class Live:
 
     def normed_by(self, norm: Any, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
-        same = self.norm is norm and value is self.values[0] and version(value) == self.versions[0]
+        same = self.norm is norm and value is self.values[0] and not written_since(value, self.versions[0])
         return self.normed if same else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:

@@ -47,7 +47,7 @@ class Weights:
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
-        self.loans: list[tuple[Tensor, int]] = []
+        self.loans: list[tuple[Tensor, int | None]] = []
         self.ended = False
 
 
@@ -206,7 +206,8 @@ class Stream(TensorLike):
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
-        alone = functools.partial(norm_again, norm) if layout.topology.norms_again else norm
+        again = layout.topology.norms_again and torch.is_grad_enabled()
+        alone = functools.partial(norm_again, norm) if again else norm
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
         return value, normed, self._read_as(states, value)
 
@@ -268,7 +269,7 @@ class Stream(TensorLike):
             OutOfOrder: it was.
         """
         if self.weights.loans:
-            written = any(version(value) != before for value, before in self.weights.loans)
+            written = any(written_since(*loan) for loan in self.weights.loans)
             self.weights.loans = []
             if written:
                 raise self.written_to("through a view")
@@ -368,9 +369,10 @@ class Stream(TensorLike):
         unit, moved = layout.units[self.position], tuple(branches)
         if layout.channel_dim != -1:
             moved = tuple(map(layout.channels_last, moved))
-        recurrence = as_recurrence(layout.topology)
-        if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
-            return self._with(self.states, Unsummed(moved), adds=1)
+        if _may_wait(moved[0]):
+            recurrence = as_recurrence(layout.topology)
+            if recurrence is not None and recurrence.reads_newest:
+                return self._with(self.states, Unsummed(moved), adds=1)
         return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
@@ -543,9 +545,14 @@ class Stream(TensorLike):
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 
 
-def version(value: Tensor) -> int:
-    """How often a tensor was written to; always 0 where it is not counted."""
-    return 0 if torch.compiler.is_compiling() or value.is_inference() else writes_to(value)
+def version(value: Tensor) -> int | None:
+    """How often a tensor was written to; None where it is not counted."""
+    return None if torch.compiler.is_compiling() or value.is_inference() else writes_to(value)
+
+
+def written_since(value: Tensor, before: int | None) -> bool:
+    """Whether a tensor of which `version` was ``before`` was written to since."""
+    return before is not None and writes_to(value) != before
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

@@ -141,7 +141,7 @@ class Streams(Topology[Weights]):
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         """The gates from their values; here [..., n, K], side by side: A_m, A_r and B."""
-        read, carry, write = values.split([self.parts, values.shape[-2], 1], dim=-1)
+        read, carry, write = values.split_with_sizes([self.parts, values.shape[-2], 1], dim=-1)
         return Gates(read, torch.cat([carry.mT, write], dim=-1).mT)  # side by side, as sums take them
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.mixes.autograd import by_product, under_transforms
 from rewire.mixes.tokens import compiled_sinkhorn, project
 
 _MOST_PERMUTED = 8  # of which there are 40,320
@@ -205,6 +206,14 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """
     loop = compiled_sinkhorn(logits)
     return sinkhorn_steps(logits, iterations, eps) if loop is None else loop.forward(logits, iterations, eps)
+
+
+def balanced(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """`sinkhorn`, without an operator where it cannot be followed, or where it takes longer than the loop."""
+    if under_transforms():
+        return sinkhorn_steps(logits, iterations, eps)
+    loop = compiled_sinkhorn(logits) if by_product(logits) else None
+    return sinkhorn(logits, iterations, eps) if loop is None else loop.forward(logits, iterations, eps)
 
 
 def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:

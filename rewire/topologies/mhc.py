@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rewire.errors import check_positive
-from rewire.mixes.autograd import under_transforms
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
@@ -24,7 +23,7 @@ from rewire.topologies.base import (
     no_preserving_start,
 )
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
-from rewire.topologies.manifolds import MANIFOLDS, sinkhorn, sinkhorn_steps
+from rewire.topologies.manifolds import MANIFOLDS, balanced
 from rewire.topologies.registry import register_topology
 
 _PHI_STD = 0.02  # as in the code of DeepSeek-V4
@@ -281,8 +280,7 @@ class ManifoldHyperConnections(ParallelStreams):
         n = self.streams
         if self.residual != "sinkhorn":
             return MANIFOLDS[self.residual].matrix(res, n, weights.constants)
-        normalise = sinkhorn_steps if under_transforms() else sinkhorn
-        return normalise(res.unflatten(-1, (n, n)), self.iterations, self.eps)
+        return balanced(res.unflatten(-1, (n, n)), self.iterations, self.eps)
 
     @property
     def _added(self) -> float:

@@ -58,7 +58,7 @@ def test_project_normed_keeps_no_copy() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         scores = project_normed(x, weight)
     assert [t.data_ptr() for t in kept[:2]] == [x.data_ptr(), weight.data_ptr()]
-    assert [t.shape for t in kept[2:]] == [scores.shape, (5,)]  # and a number for each row
+    assert [t.shape for t in kept[2:]] == [scores.shape, (5, 1)]  # and a number for each row
 
 
 def test_project_is_float32_under_autocast_and_keeps_no_copy() -> None:

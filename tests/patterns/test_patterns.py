@@ -288,6 +288,8 @@ def test_a_model_whose_inputs_nobody_knows_is_rewired_without(caplog: pytest.Log
 def test_unknown_model_types_and_names() -> None:
     with pytest.raises(UnknownName, match=r"no model type 'lama'. Did you mean 'llama'"):
         tiny_model("lama")
+    with pytest.raises(UnknownName, match="a type, such as 'llama', not a repository"):
+        tiny_model("meta-llama/Llama-3.1-8B")
     with pytest.raises(UnknownName, match="no model class for 'sam_prompt_encoder'"):
         tiny_model("sam_prompt_encoder")
     with pytest.raises(UnknownName, match=r"no model 'resnet_18'. Did you mean 'resnet18'"):

@@ -154,16 +154,26 @@ def combine_backward(
     return [*dx, *([] if of_weights is None else [of_weights.squeeze(1)]), *of_scores.unbind(-2)]
 
 
-@torch.no_grad()
+@functools.lru_cache(4096)
+def constants(numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers as a tensor [n] on the CPU. In decoding each token needs those of all sums again."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device="cpu")
+
+
 def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """`operators.project`."""
-    precision = torch.promote_types(x.dtype, weight.dtype)
-    x, weight = x.to(precision), weight.to(precision)
-    found, inverse = x @ weight, x.new_empty(0)
-    if eps is not None:
-        inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+    """`operators.project`, where gradients are off; what the norm divides by is [..., 1]."""
+    if x.dtype != weight.dtype:
+        precision = torch.promote_types(x.dtype, weight.dtype)
+        x, weight = x.to(precision), weight.to(precision)
+    found = x @ weight
+    if eps is None:
+        inverse = x.new_empty(0)
+    else:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.rsqrt(torch.addcmul(constants((eps,), norm.dtype), norm, norm, value=1 / x.shape[-1]))
         found = found * inverse  # not in place: selective checkpointing keeps products as they are then
-    return torch.where(found < 0, -0.0, found + 0.0) if clamped else found, inverse.flatten()
+    return torch.where(found < 0, -0.0, found + 0.0) if clamped else found, inverse
 
 
 @torch.no_grad()
@@ -187,7 +197,7 @@ def project_backward(
     if clamped:
         given = torch.where(scores.reshape(given.shape).signbit(), 0.0, given)
     if inverse.numel() > 0:
-        r = inverse.unsqueeze(1)
+        r = inverse.reshape(-1, 1)
         factor = r.square() * (given * scores.reshape(given.shape)).sum(1, keepdim=True) / -rows.shape[1]
         given = given * r
     if carried is None:

@@ -6,6 +6,8 @@ The formulas are those of `rewire.topologies.manifolds.sinkhorn`.
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +34,19 @@ def backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tenso
 
 def _run(logits: Tensor, grad: Tensor | None, iterations: int, eps: float) -> Tensor:
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    # In memory of their own: gradients that torch knows to be zero have none, and no pointer means forward.
-    given, up = (None if x is None else torch.empty_like(result).copy_(x) for x in (logits, grad))
-    n, pointers = logits.shape[-1], [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (given, up, result)]
-    counts = [ctypes.c_int64(number) for number in (logits.shape[:-2].numel(), n, iterations)]
-    parts = min(torch.get_num_threads(), 1 + iterations * logits.numel() // native.GRAIN)
-    function = native.loaded()[_FUNCTIONS[logits.dtype]]  # type: ignore[index]
-    function.restype = None
-    function(*counts, ctypes.c_double(eps), *pointers, ctypes.c_int64(parts))
+    given, up = logits.contiguous(), None
+    if grad is not None:  # in memory of its own: gradients that torch knows to be zero have none
+        up = torch.empty_like(result).copy_(grad)
+    pointers = [None if x is None else x.data_ptr() for x in (given, up, result)]  # no gradient means forward
+    size, n = logits.numel(), logits.shape[-1]
+    parts = min(torch.get_num_threads(), 1 + iterations * size // native.GRAIN)
+    _function(logits.dtype)(size // n**2, n, iterations, eps, *pointers, parts)
     return result
+
+
+@functools.cache
+def _function(dtype: torch.dtype) -> Any:
+    function = native.loaded()[_FUNCTIONS[dtype]]  # type: ignore[index]
+    function.restype = None
+    function.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_double, *[ctypes.c_void_p] * 3, ctypes.c_int64]
+    return function
