@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -282,6 +283,25 @@ def test_sums_are_made_again_together() -> None:
         (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
         torch.testing.assert_close(grad, 26 * x)
         assert len(calls) == passes and all(recipe.held is None for recipe in recipes if recipe is not None)
+
+
+def test_each_result_of_a_node_has_its_recipe() -> None:
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+            found = x * 2, x * 3
+            for y, factor in zip(found, (2, 3), strict=True):
+                again.remember(y, functools.partial(torch.mul, x.detach(), factor), ctx)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    with again.sparing(x):
+        found = Two.apply(x)
+        assert [torch.equal(y, again.recipe_of(y)()) for y in found] == [True, True]  # type: ignore[misc]
 
 
 def test_branches_are_not_kept_in_vain() -> None:
