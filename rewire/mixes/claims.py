@@ -63,7 +63,6 @@ class Claiming(torch.autograd.Function):
         ctx.n = n
         ctx.set_materialize_grads(False)
 
-        @torch.no_grad()
         def add_up(values: Sequence[Tensor], rows: Tensor, *scores: Tensor) -> Sequence[Tensor]:
             found: Sequence[Tensor] = operators.mixes(values, rows, scores, (), (), None)
             return found
