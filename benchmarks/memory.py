@@ -1,7 +1,7 @@
 """Memory that topologies add: a Llama of 32 layers, one training step, with and without activation checkpointing.
 
     python benchmarks/memory.py [--out FILE] [--autograd]
-    python benchmarks/memory.py --plain [--layers N] [--out FILE]
+    python benchmarks/memory.py --plain [--layers N] [--layer-norms] [--out FILE]
 
 Counted are the bytes of all tensors that live at once, at their most: every operator's results are followed until they
 are freed, in forward and backward. The plain model's peak is subtracted, and the rest is told in hidden states, what
@@ -12,6 +12,7 @@ would cross a boundary of pipeline stages there.
 
 With ``--plain`` nothing is checkpointed, and *kept* is what lives between forward and backward. Few bytes for each
 token (gates, scores) count as they are: the width is 512 there, so that they do not stand for more than they are.
+Norms are those of transformers, several operations, or with ``--layer-norms`` single ones that keep their input alone.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
 
 #: Topology with options, without checkpointing.
 KEPT: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("ancre-ingoing", "denseformer", "x0-lambdas", "layerscale", "gpas", "ddl", "laurel-rw")),
-    *((name, {}) for name in ("grn-v1", "grn-v2")),
+    *((name, {}) for name in ("ancre-ingoing", "ancre-cascaded", "denseformer", "x0-lambdas", "unet", "fixed-scale")),
+    *((name, {}) for name in ("rezero", "layerscale", "residual-scale", "variance-gate", "gpas", "ddl", "orthogonal")),
+    *((name, {}) for name in ("laurel-rw", "laurel-lr", "laurel-pa", "grn-v1", "grn-v2")),
     *((name, o) for name in ("grn-v3", "dca", "muddformer", "attnres") for o in ({}, {"block": 4})),
     *(("attnres", {"qkv": True}), ("muddformer", {"norms": True})),
     *((name, {}) for name in ("hc-static", "hc-dynamic", "mhc", "frac-hc", "two-lanes")),
@@ -92,7 +94,9 @@ class Peak(TorchDispatchMode):
         self.bytes -= size
 
 
-def llama(layers: int = LAYERS, width: int = WIDTH, checkpointed: bool = True) -> nn.Module:
+def llama(
+    layers: int = LAYERS, width: int = WIDTH, checkpointed: bool = True, layer_norms: bool = False
+) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width,
@@ -104,6 +108,8 @@ def llama(layers: int = LAYERS, width: int = WIDTH, checkpointed: bool = True) -
         use_cache=False,
     )
     model = LlamaForCausalLM(config).train()
+    for layer in model.model.layers if layer_norms else ():
+        layer.input_layernorm, layer.post_attention_layernorm = nn.LayerNorm(width), nn.LayerNorm(width)
     if not checkpointed:
         return model
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -138,13 +144,15 @@ def kept(model: nn.Module, tokens: int) -> tuple[float, float]:
     return lives / state, counted.most / state
 
 
-def without_checkpointing(layers: int, width: int = 512, tokens: int = 64) -> tuple[float, list[dict[str, Any]]]:
+def without_checkpointing(
+    layers: int, layer_norms: bool, width: int = 512, tokens: int = 64
+) -> tuple[float, list[dict[str, Any]]]:
     """What the plain model keeps, and what topologies keep more."""
-    lives, most = kept(llama(layers, width, checkpointed=False), tokens)
+    lives, most = kept(llama(layers, width, False, layer_norms), tokens)
     rows = []
     for name, options in track(KEPT, "measuring"):
         # At the paper's start: a preserving one may leave out what is yet to be learned.
-        model = llama(layers, width, checkpointed=False)
+        model = llama(layers, width, False, layer_norms)
         rewired = rewire.compile(model, name, validate=False, start="paper", **options)
         more, peak = kept(rewired, tokens)
         rows.append({"topology": name, "options": options, "kept": more - lives, "extra peak": peak - most})
@@ -180,17 +188,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/memory.json"))
     parser.add_argument("--autograd", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--layer-norms", action="store_true")
     parser.add_argument("--layers", type=int, default=LAYERS)
     arguments = parser.parse_args()
     if arguments.plain:
         plain.WORTHWHILE = 0
-        lives, rows = without_checkpointing(arguments.layers)
+        lives, rows = without_checkpointing(arguments.layers, arguments.layer_norms)
         table = Table("topology", "kept", "extra peak")
         for row in rows:
             more = [f"{row[key]:+.1f} ({row[key] / lives:+.0%})" for key in ("kept", "extra peak")]
             table.add_row(label_of(row), *more)
         Console(width=120).print(f"the plain model keeps {lives:.1f}", table)
-        write(arguments.out, {"layers": arguments.layers, "plain": lives, "rows": rows})
+        write(
+            arguments.out,
+            {"layers": arguments.layers, "layer norms": arguments.layer_norms, "plain": lives, "rows": rows},
+        )
         return
     plain.WORTHWHILE = sys.maxsize if arguments.autograd else 0  # elements from which on sums are computed by hand
     plain_peak = peak(llama())

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,12 +22,13 @@ from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
 from rewire.torch_internals import in_function_mode, saved_tensor_hooks, writes_to
 
-#: Units after which streams are kept: with T units, T / 8 times all streams are kept, and in backward 8 times more.
-SEGMENT = 8
+#: Of how many sources sums are made again at most: what that costs grows with their number, what it spares does not.
+FEW = 32
 
 Recipe = Callable[[], Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
+_THREAD = threading.local()
 _NORMS = weakref.WeakKeyDictionary[nn.Module, bool]()  #: Modules that were looked at, and whether they are norms.
 
 
@@ -40,15 +42,15 @@ class Saved:
         self.tensor = x if self.recipe is None else None
         self.geometry = x.size(), x.stride(), x.storage_offset()
 
-    def __call__(self) -> Tensor:
-        """The tensor, without its history of gradients.
+    def __call__(self, done: bool = False) -> Tensor:
+        """The tensor, without its history of gradients; ``done`` is for its recipe.
 
         Raises:
             RuntimeError: it was written to.
         """
         if self.recipe is not None:
             with torch.enable_grad():  # sums without gradients may be computed in another way
-                return self.recipe().as_strided(*self.geometry)
+                return self.recipe(done).as_strided(*self.geometry)
         assert self.tensor is not None
         if writes_to(self.tensor) != self.version:
             raise RuntimeError(
@@ -58,7 +60,45 @@ class Saved:
         return self.tensor
 
 
-def recipe_of(x: Tensor) -> Recipe | None:
+class _Once:
+    """A recipe whose result is held while autograd is still to ask for it.
+
+    Attributes:
+        make: the recipe.
+        saved, asked: how often autograd has saved the result, and asked for it.
+        held: the result.
+    """
+
+    __slots__ = ("__weakref__", "asked", "held", "make", "saved")
+
+    def __init__(self, make: Recipe) -> None:
+        self.make, self.saved, self.asked = make, 0, 0
+        self.held: Tensor | None = None
+
+    def __call__(self, done: bool = False) -> Tensor:
+        """The result. ``done``: autograd has asked for it as often as it was saved."""
+        made = self.make() if self.held is None else self.held
+        self.held = None if done or not self.saved else made
+        return made
+
+
+def _packed(x: Tensor) -> Saved:
+    """What autograd saves in place of ``x`` while `sparing` is on."""
+    saved = Saved(x)
+    if saved.recipe is not None:
+        saved.recipe.saved += 1
+    return saved
+
+
+def _unpacked(saved: Saved) -> Tensor:
+    recipe = saved.recipe
+    if recipe is None:
+        return saved()
+    recipe.asked += 1
+    return saved(done=recipe.asked % recipe.saved == 0)  # backward may run several times
+
+
+def recipe_of(x: Tensor) -> _Once | None:
     """How ``x`` can be made again, if it was not written to since that was told."""
     recipe, dtype, version = getattr(x.untyped_storage(), RECIPE, (None, None, None))
     return recipe() if recipe is not None and dtype == x.dtype and version == writes_to(x) else None
@@ -73,7 +113,7 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     if saved_tensor_hooks() is not None or in_function_mode():
         return contextlib.nullcontext()  # backward may run without the mode
-    return torch.autograd.graph.saved_tensors_hooks(Saved, Saved.__call__)
+    return torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked)
 
 
 def spared(function: Callable[P, R]) -> Callable[P, R]:
@@ -93,7 +133,7 @@ def spared(function: Callable[P, R]) -> Callable[P, R]:
 def is_sparing() -> bool:
     """Whether `sparing` is on; also in the forward of an autograd function."""
     hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
-    return hooks is not None and hooks[0] is Saved
+    return hooks is not None and hooks[0] is _packed
 
 
 def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
@@ -107,35 +147,55 @@ def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
     storage, node = x.untyped_storage(), x.grad_fn
     holds: Any = vars(ctx) if node is None and ctx is not None else getattr(node, "metadata", None)
     if holds is not None and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size():
-        holds[RECIPE] = recipe
-        setattr(storage, RECIPE, (weakref.ref(recipe), x.dtype, writes_to(x)))
+        once = recipe if isinstance(recipe, _Once) else _Once(recipe)
+        holds.setdefault(RECIPE, []).append(once)
+        setattr(storage, RECIPE, (weakref.ref(once), x.dtype, writes_to(x)))
 
 
-class _Streams:
-    """The recipe of streams: those of the unit before, and what this unit has written.
+def remember_sums(
+    sums: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    factors: Sequence[Tensor | None],
+    add_up: Callable[..., Sequence[Tensor]],
+    ctx: Any = None,
+) -> None:
+    """Tell that ``sums`` are ``add_up(sources, *factors)``, unless of many; they are then made again together.
 
-    It knows nothing of later units, whose graph would otherwise be held by that of earlier ones.
-
-    Attributes:
-        count: units since streams were kept.
-        make: makes them again.
-        made: streams that were made again of the same ones.
+    Sources that are made again themselves have to be kept for other reasons, too.
     """
+    if not is_sparing() or len(sources) > FEW:
+        return
+    kept, fixed = [Saved(x.detach()) for x in sources], [None if w is None else Saved(w.detach()) for w in factors]
+    ways = list[_Once]()
 
-    def __init__(
-        self, count: int, make: Recipe, made: weakref.WeakKeyDictionary[_Streams, Tensor] | None = None
-    ) -> None:
-        self.count, self.make = count, make
-        self.made = weakref.WeakKeyDictionary[_Streams, Tensor]() if made is None else made
+    def make(number: int) -> Tensor:
+        found = add_up([x() for x in kept], *[None if w is None else w() for w in fixed])
+        for way, made in zip(ways, found, strict=True):
+            way.held = made.detach() if way.saved else None
+        return found[number].detach()
 
-    def __call__(self) -> Tensor:
-        """The streams. Those behind the next unit are forgotten: backward has done with them."""
-        for later in [streams for streams in self.made if streams.count > self.count + 1]:
-            del self.made[later]
-        found = self.made.get(self)
-        if found is None:
-            found = self.made[self] = self.make()
-        return found
+    ways += [_Once(functools.partial(make, number)) for number in range(len(sums))]
+    for total, way in zip(sums, ways, strict=True):
+        remember(total, way, ctx)
+
+
+@contextlib.contextmanager
+def units_left(count: int) -> Iterator[None]:
+    """So many units follow the one that is written, or `remember_written` would not know."""
+    before, _THREAD.left = getattr(_THREAD, "left", None), count
+    try:
+        yield
+    finally:
+        _THREAD.left = before
+
+
+def _keeps_streams(left: int) -> bool:
+    """Whether streams are kept in front of the last ``left`` units: of 6, 16, 40, 64, ..
+
+    Backward makes streams between two of them again at once. It begins with few: the more units it has been through,
+    the more memory it has freed.
+    """
+    return left == 6 or left % 24 == 16
 
 
 def remember_written(
@@ -145,15 +205,13 @@ def remember_written(
     branches: Sequence[Tensor],
     ctx: Any = None,
 ) -> None:
-    """Tell that ``written`` is ``write(streams, branches)``; every `SEGMENT` times it is kept nevertheless."""
-    if not is_sparing():
+    """Tell that ``written`` is ``write(streams, branches)``, inside `units_left`; some are kept all the same."""
+    left = getattr(_THREAD, "left", None)
+    if left is None or _keeps_streams(left) or not is_sparing():
         return
-    known = recipe_of(streams)
-    before = known if isinstance(known, _Streams) else _Streams(0, Saved(streams.detach()))
-    if before.count < SEGMENT - 1:
-        kept = [Saved(f.detach()) for f in branches]
-        made = _Streams(before.count + 1, lambda: write(before(), [f() for f in kept]), before.made)
-        remember(written, made, ctx)
+    # Their recipe knows nothing of later units, whose graph would otherwise be held by that of earlier ones.
+    before, kept = Saved(streams.detach()), [Saved(f.detach()) for f in branches]
+    remember(written, lambda: write(before(), [f() for f in kept]), ctx)
 
 
 def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -170,7 +228,24 @@ def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         region = _Region(function, x)
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = function(x)
+        region.settle()
         remember(result, region)
+        return result
+
+
+def merged_again(merge: Callable[[Tensor, Sequence[Tensor]], Tensor], x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    """``merge(x, branches)``, the next state, which backward makes again, and all that is as large, of the branches.
+
+    Not where its operations save nothing but ``x``: there branches are not kept.
+    """
+    with sparing(x):
+        if not is_sparing() or x.numel() <= x.shape[-1]:
+            return merge(x, branches)
+        region = _Region(lambda x, *branches: merge(x, branches), x, branches)
+        with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
+            result = merge(x, branches)
+        if region.settle():
+            remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result
 
 
@@ -184,68 +259,78 @@ def _is_norm(module: Any) -> bool:
 
 
 class _Region:
-    """A norm of ``x``. The large tensors that its operations save are told apart by the order of saving.
+    """Operations on ``x``, a norm's say. The large tensors that they save are told apart by the order of saving.
 
     Attributes:
-        uses: how often its operations have saved ``x`` itself, where that can be made again.
-        held, left: ``x`` while backward needs it, and how often it still does.
-        saved, made: the other large tensors, as they were; and what was made again and not asked for yet.
+        others: what else they read that is as large.
+        used: by its memory, what they have saved of that.
+        saved, kept: the other large tensors, as they were; and they themselves, where they are kept.
+        made: what was made again and not asked for yet.
     """
 
-    def __init__(self, norm: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self.norm = norm.forward if isinstance(norm, nn.Module) else norm  # hooks would see it twice
+    def __init__(self, function: Callable[..., Tensor], x: Tensor, others: Sequence[Tensor] = ()) -> None:
+        self.function = function.forward if isinstance(function, nn.Module) else function  # hooks would see it twice
         self.x, self.size = Saved(x.detach()), x.numel()
-        self.uses, self.left = 0, 0
-        self.held: Tensor | None = None
-        self.memory = x.untyped_storage().data_ptr()
+        self.others = [(Saved(other.detach()), other.requires_grad) for other in others]
+        self.memory, self.used = x.untyped_storage().data_ptr(), set[int]()
+        self.memories = {other.untyped_storage().data_ptr() for other in others}
         kind = x.device.type
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
+        self.kept = list[Saved]()
         self.made: dict[int, Tensor] = {}
 
     def pack(self, x: Tensor) -> Saved | int:
-        if x.numel() < self.size or x.untyped_storage().data_ptr() == self.memory:
-            kept = Saved(x)
-            if kept.recipe is not None and kept.recipe is self.x.recipe:
-                kept.recipe, self.uses = self.source, self.uses + 1
-            return kept
+        memory = x.untyped_storage().data_ptr()
+        if x.numel() < self.size or memory == self.memory or memory in self.memories:
+            self.used |= {memory} & self.memories
+            return _packed(x)
         self.saved.append((x.shape, x.dtype))
+        self.kept.append(Saved(x))
         return len(self.saved) - 1
+
+    def settle(self) -> bool:
+        """Whether it is worth it to keep ``others`` in place of what was saved; where it is not, that is kept."""
+        worth = len(self.saved) + len(self.used) >= len(self.others)
+        if worth:
+            self.kept = []
+        if not (worth and self.saved):
+            self.others = []
+        return worth
 
     def unpack(self, saved: Saved | int) -> Tensor:
         if isinstance(saved, Saved):
-            return saved()
+            return _unpacked(saved)
+        if self.kept:
+            return self.kept[saved]()
         if saved not in self.made:
             self()
         return self.made.pop(saved)
 
-    def source(self, used: int = 1) -> Tensor:
-        """``x``, made again once and held until all that the norm's operations have saved of it was asked for."""
-        if self.held is None:
-            self.held, self.left = self.x(), self.uses
-        x, self.left = self.held, self.left - used
-        if self.left <= 0:
-            self.held = None
-        return x
-
     def __call__(self) -> Tensor:
-        """What the norm returned."""
+        """What the operations returned."""
+        others = [other().requires_grad_(grad) for other, grad in self.others]
+        result, found = self.run(self.x(), others)
+        if [(y.shape, y.dtype) for y in found] != self.saved:
+            raise RuntimeError(
+                f"{getattr(self.function, '__qualname__', 'a norm')} saves other tensors when it runs again for "
+                "backward than it did before: what its forward depends on has changed since. Change it after backward."
+            )
+        self.made = dict(enumerate(found))
+        return result
+
+    def run(self, x: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """What the operations return, and the large tensors that they save."""
         found: list[Tensor] = []
-        x = self.source(used=0).detach().requires_grad_()
-        memory = x.untyped_storage().data_ptr()
+        x = x.detach().requires_grad_()
+        known = {y.untyped_storage().data_ptr() for y in (x, *others)}
 
         def keep(saved: Tensor) -> None:
-            if saved.numel() >= self.size and saved.untyped_storage().data_ptr() != memory:
+            if saved.numel() >= self.size and saved.untyped_storage().data_ptr() not in known:
                 found.append(saved.data)  # detached, it would hold the graph that holds these hooks
 
         kind, dtype, on = self.autocast
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)
         with torch.enable_grad(), torch.autocast(kind, dtype, on), hooks:
-            result = self.norm(x)
-        if [(y.shape, y.dtype) for y in found] != self.saved:
-            raise RuntimeError(
-                f"{getattr(self.norm, '__qualname__', 'a norm')} saves other tensors when it runs again for backward "
-                "than it did before: what its forward depends on has changed since. Change it after backward."
-            )
-        self.made = dict(enumerate(found))
-        return result.detach()
+            result = self.function(x, *others)
+        return result.detach(), found

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rewire.kernels import operators, switch
 from rewire.kernels.sums.spec import MAX_OUTPUTS
+from rewire.mixes.again import sparing
 from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
@@ -206,7 +207,10 @@ class ClaimedHistory(History):
             return [Mix(values, weights if values else None, scores[begun:], (), claims[0], accumulator)]
         weights = weights.unflatten(0, (ways, -1))
         if scores and ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
-            return Claiming.apply(self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
+            with sparing(self.values[0]):
+                return Claiming.apply(
+                    self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims)
+                )
         of_ways = zip(*[of_state.split(1, -1) for of_state in scores], strict=True) if scores else [()] * ways
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_OUTPUTS
+from rewire.mixes.again import remember_sums
 from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK
 
@@ -61,7 +62,14 @@ class Claiming(torch.autograd.Function):
         values, rows, scores, n, *_ = given
         ctx.n = n
         ctx.set_materialize_grads(False)
-        return tuple(operators.mixes(values, rows, scores, (), (), None))
+
+        def add_up(values: Sequence[Tensor], rows: Tensor, *scores: Tensor) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = operators.mixes(values, rows, scores, (), (), None)
+            return found
+
+        found = tuple(add_up(values, rows, *scores))
+        remember_sums(found, values, (rows, *scores), add_up, ctx)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

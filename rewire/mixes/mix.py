@@ -18,6 +18,7 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED, NormKind
+from rewire.mixes.again import remember_sums, sparing
 from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
 from rewire.mixes.norms import Norm, norm_of, normed
 
@@ -128,7 +129,8 @@ class Mix:
         else:
             weights = () if self.weights is None else (self.weights,)
             given, fixed = _Terms(self.sources, weights, self.scores, added, (), scale, ()), _Fixed(kind)
-        return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *itertools.chain.from_iterable(given))
+        with sparing(self._like):
+            return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *itertools.chain.from_iterable(given))
 
     @property
     def _like(self) -> Tensor:
@@ -329,12 +331,16 @@ class _Sum(torch.autograd.Function):
             total, after, rstd = operators.mix_norm(
                 sources, weight, scores, added, accumulator, dtype, kind, scale[0], bias, eps
             )
+            if not added and accumulator is None:
+                remember_sums([total], sources, (weight, *scores), functools.partial(_again, dtype), ctx)
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
         if switch.opaque((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)
+        if not added and accumulator is None:
+            remember_sums([total], sources, (weight, *scores), functools.partial(_again, dtype), ctx)
         if kept or statistics:
             ctx.save_for_backward(*kept, *([total] if statistics else []), *statistics)
         return total
@@ -367,6 +373,14 @@ class _Sum(torch.autograd.Function):
             of_terms = plain.combine_backward(grad, sources, weight, scores)
         of_tally = ctx.attended.tally(total, value, statistics) if tallies and total is not None else None
         return (None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
+
+
+@torch.no_grad()
+def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None, *scores: Tensor) -> tuple[Tensor]:
+    """The sum of a `_Sum` that adds nothing else."""
+    if switch.opaque(sources[0]):
+        return (operators.mix(sources, weight, scores, (), None, dtype),)
+    return (plain.combine(sources, weight, (), scores),)
 
 
 def _saved(ctx: Any, grad: Tensor | None) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
+from rewire.mixes.again import remember_sums, sparing
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up
 from rewire.mixes.mix import mix
@@ -36,8 +37,16 @@ def mixes(
     even = all(x.shape == shape for x in sources) and (scores is None or scores.shape[:-2] == shape[:-1])
     by_kernels = in_one_pass(sources, outputs)
     if even and by_kernels is not None:
-        found = Several.apply(by_kernels, False, 0, weights, scores, *sources)
-        return list(found[:outputs]), found[outputs:]
+
+        def add_up(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = Several.apply(by_kernels, False, 0, weights, scores, *sources)
+            return found
+
+        with sparing(sources[0]):
+            found = add_up(sources, weights, scores)
+            made = found[:outputs]
+            remember_sums(made, sources, (weights, scores), lambda *given: add_up(*given)[:outputs])
+        return list(made), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
     return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources

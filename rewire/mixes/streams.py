@@ -63,7 +63,7 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tupl
 
 def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
     """Streams [..., n, D] as the weight reads them: [..., n D] if it is [n D, K]."""
-    return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
+    return _of_copies(lambda x: x.flatten(-2), streams) if weight.shape[0] > streams.shape[-1] else streams
 
 
 @spared
@@ -272,12 +272,17 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> T
 
 
 def _flat(streams: Tensor) -> Tensor:
-    """Streams [N, n, C], contiguous: a trunk starts with copies of one tensor, which are not kept."""
-    flat = streams.reshape(-1, *streams.shape[-2:]).contiguous()
+    """Streams [N, n, C], contiguous."""
+    return _of_copies(lambda x: x.reshape(-1, *x.shape[-2:]).contiguous(), streams)
+
+
+def _of_copies(function: Callable[[Tensor], Tensor], streams: Tensor) -> Tensor:
+    """``function(streams)``; a trunk starts with copies of one tensor, which are not kept."""
+    made = function(streams)
     if streams.stride(-2) == 0 and is_sparing():
         kept = Saved(streams.detach())
-        remember(flat, lambda: _flat(kept()))
-    return flat
+        remember(made, lambda: function(kept()))
+    return made
 
 
 @spared

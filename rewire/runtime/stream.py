@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
-from rewire.mixes.again import norm_again
+from rewire.mixes.again import norm_again, units_left
 from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
@@ -373,7 +373,10 @@ class Stream(TensorLike):
             recurrence = as_recurrence(layout.topology)
             if recurrence is not None and recurrence.reads_newest:
                 return self._with(self.states, Unsummed(moved), adds=1)
-        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
+        if torch.compiler.is_compiling():
+            return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
+        with units_left(layout.units[-1] - unit):
+            return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""

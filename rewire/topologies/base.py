@@ -13,6 +13,7 @@ from typing_extensions import TypeVar
 
 from rewire.attributes import REGISTERED_NAME
 from rewire.errors import UnsupportedTopology
+from rewire.mixes.again import merged_again
 from rewire.mixes.mix import Mix
 
 if TYPE_CHECKING:
@@ -279,6 +280,12 @@ class Topology(ABC, Generic[W]):
         )
 
 
+def repeatable(merge: Any) -> Any:
+    """Tell that a `FirstOrder.merge` makes the same of the same, and is cheap: backward may make the state again."""
+    merge.repeatable = True
+    return merge
+
+
 class Recurrence(Topology[W]):
     """A topology whose unit t makes one new state ``x_t`` of its branch output and of earlier states.
 
@@ -318,6 +325,15 @@ class FirstOrder(Recurrence[W]):
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
         return (x,)
+
+    def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
+        if not hasattr(self.merge, "repeatable"):
+            return super().write(states, weights, t, *branches)
+
+        def merge(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+            return materialize(self.merge((x,), weights, t, *branches))
+
+        return self.push(states, weights, t, merged_again(merge, states[0], branches))
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, States, TwoForms, repeatable, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
@@ -67,6 +67,7 @@ class DDL(TwoForms[Named], FirstOrder[Named]):
             "value_bias": torch.full((dims.depth,), 2.0),
         }
 
+    @repeatable
     def merge(self, states: States, weights: Named, t: int, *branches: Tensor) -> Mix:
         (x,), f, unit = states, total(branches), t - 1
         gate = self._gate(project_normed(x, weights["gate"][unit, :, None]) + weights["gate_bias"][unit])

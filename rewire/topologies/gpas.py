@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, check_choice, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, check_choice, repeatable, total
 from rewire.topologies.registry import register_topology
 
 Scaled = Literal["sum", "shortcut"]
@@ -55,6 +55,7 @@ class GPAS(FirstOrder[Tensor]):
         """silu(a), float32 [T]."""
         return torch.nn.functional.silu(parameters["gates"])
 
+    @repeatable
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         (x,), gate = states, weights[t - 1]
         if self.scaled == "sum":

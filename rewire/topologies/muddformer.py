@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.mixes.again import made_again
+from rewire.mixes.again import made_again, remember_sums, sparing
 from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_hidden, rms_norm
@@ -185,7 +185,7 @@ class MUDDFormer(Dense[Aggregates]):
         mixes = list(map(materialize, history.mixes(None, scores.unflatten(-1, read.static.shape))))
         if read.after is not None:  # of the last way
             mixes[-1] = _normed(mixes[-1], read.after)
-        return self.seen([x + mix for mix in mixes], weights, t, x)
+        return self.seen([_sum(x, mix) for mix in mixes], weights, t, x)
 
     def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
         if not self.norms or isinstance(weights, Few):
@@ -221,6 +221,13 @@ class MUDDFormer(Dense[Aggregates]):
     def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
         """How many ways each read has, and how many states it mixes."""
         return list(zip(self.ways(dims), self.sizes(dims), strict=True))
+
+
+def _sum(x: Tensor, mix: Tensor) -> Tensor:
+    with sparing(x):
+        total = x + mix
+        remember_sums([total], (x, mix), (), lambda terms: [terms[0] + terms[1]])
+        return total
 
 
 def _normed(x: Tensor, scale: Tensor) -> Tensor:

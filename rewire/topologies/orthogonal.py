@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, repeatable, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["orthogonal", "gated"]
@@ -60,6 +60,7 @@ class OrthogonalUpdate(TwoForms[Tensor | None], FirstOrder[Tensor | None]):
         """c, float32 [T], if they are learned."""
         return parameters["gates"] if self.form == "gated" else None
 
+    @repeatable
     def merge(self, states: States, weights: Tensor | None, t: int, *branches: Tensor) -> Mix:
         (x,), precise = states, torch.promote_types(states[0].dtype, torch.float32)
         wide = x.to(precise)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.topologies.base import Dims, FirstOrder, States
+from rewire.topologies.base import Dims, FirstOrder, States, repeatable
 from rewire.topologies.program import Program, Term, Weight, recurrence
 
 
@@ -35,6 +35,7 @@ class ScaledSum(FirstOrder[Scales]):
     In post-norm blocks the sum passes the norm.
     """
 
+    @repeatable
     def merge(self, states: States, weights: Scales, t: int, *branches: Tensor) -> Mix:
         (x,), unit = states, t - 1
         shift = () if weights.shift is None else (weights.shift[unit].to(x.dtype),)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.errors import check_positive
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, repeatable
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -41,6 +41,7 @@ class BranchScale(FirstOrder[Tensor]):
         """alpha, float32, as in `parameters`."""
         return parameters["scales"].float()
 
+    @repeatable
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         x = states[0]
         for branch in branches:  # one by one, in the model's own order: bitwise equality at alpha = 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from rewire.kernels.cpu import plain
 from rewire.mixes import again
 from rewire.mixes.streams import combine
 
-WIDTH, TOKENS, UNITS = 8, 6, 2 * again.SEGMENT + 3
+WIDTH, TOKENS, UNITS = 8, 6, 19
 
 
 class Norm(nn.Module):
@@ -87,7 +88,13 @@ def nothing_again() -> Any:
 
 
 @pytest.mark.parametrize("penalty", [False, True])
-@pytest.mark.parametrize("name", ["hc-dynamic", "hc-static", "mhc", "frac-hc", "attnres", "gpas"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hc-dynamic", "hc-static", "mhc", "frac-hc", "attnres", "grn-v3", "denseformer", "muddformer"),
+        *("gpas", "ddl", "layerscale", "laurel-rw", "orthogonal", "residual-scale"),
+    ],
+)
 def test_gradients_are_the_same(name: str, penalty: bool) -> None:
     """Bitwise, as the same operations run again; those of gradients, too."""
     model, x = made(name), inputs()
@@ -139,7 +146,7 @@ def test_hooks_do_not_see_it() -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("number", [1, again.SEGMENT + 2])
+@pytest.mark.parametrize("number", [1, 10])
 def test_branches_that_were_written_to_since(number: int) -> None:
     """Streams are made of them; the plain model does not need them, but gradients of the weights do."""
     model, x = made(), inputs()
@@ -237,15 +244,82 @@ def test_reads_are_made_again_once_and_not_kept(norm: Callable[[], nn.Module]) -
 
 
 def test_memory_is_kept_every_few_units() -> None:
-    """Of new streams all but these are freed when the next unit has written."""
-    streams, seen = torch.randn(5, 4, WIDTH, requires_grad=True), list[Any]()
-    x = streams
-    for _ in range(UNITS):
-        x = combine(x, torch.rand(5, 5, 4), [torch.randn(5, 1, WIDTH)])
+    """Of new streams all but these are freed when the next unit has written: few near the end."""
+    x, seen = torch.randn(5, 4, WIDTH, requires_grad=True), list[Any]()
+    for left in reversed(range(62)):
+        with again.units_left(left):
+            x = combine(x, torch.rand(5, 5, 4), [torch.randn(5, 1, WIDTH)])
         with again.sparing(x):
-            seen.append(again.recipe_of(x))
-    kept = [n for n, recipe in enumerate(seen, 1) if recipe is None]
-    assert kept == [again.SEGMENT, 2 * again.SEGMENT]
+            seen.append((left, again.recipe_of(x)))
+    assert [left for left, recipe in seen if recipe is None] == [40, 16, 6]
+
+
+def test_sums_are_made_again_together() -> None:
+    """Those of one node of the graph: once, in the second backward pass, too; the others are held for theirs."""
+    x, calls = torch.randn(TOKENS, WIDTH, requires_grad=True), list[int]()
+
+    def both(sources: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return sources[0] * 2, sources[0] * 3
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+            found = both([x])
+            again.remember_sums(found, [x], (), both, ctx)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+            return grads[0] * 2 + grads[1] * 3
+
+    with again.sparing(x):
+        doubled, tripled = Both.apply(x)
+        recipes = [again.recipe_of(y) for y in (doubled, tripled)]
+        loss = (doubled.square() + tripled.square()).sum()
+    assert all(recipe is not None and recipe.saved for recipe in recipes)
+    del doubled, tripled
+    for passes in (2, 3):
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        torch.testing.assert_close(grad, 26 * x)
+        assert len(calls) == passes and all(recipe.held is None for recipe in recipes if recipe is not None)
+
+
+def test_each_result_of_a_node_has_its_recipe() -> None:
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+            found = x * 2, x * 3
+            for y, factor in zip(found, (2, 3), strict=True):
+                again.remember(y, functools.partial(torch.mul, x.detach(), factor), ctx)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    with again.sparing(x):
+        found = Two.apply(x)
+        assert [torch.equal(y, again.recipe_of(y)()) for y in found] == [True, True]  # type: ignore[misc]
+
+
+def test_branches_are_not_kept_in_vain() -> None:
+    """Where a new state saves less than its branches, that is kept, and they are not."""
+    x, branches, seen = torch.randn(TOKENS, WIDTH, requires_grad=True), list[Tensor](), list[Any]()
+    weight = torch.ones((), requires_grad=True)
+    for _ in range(2):
+        branches.append(torch.randn(TOKENS, WIDTH))
+        seen.append(weakref.ref(branches[-1].untyped_storage()))
+
+    def merge(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+        return weight * (x + branches[0] + branches[1])
+
+    new = again.merged_again(merge, x, branches)
+    want = (x + branches[0] + branches[1]).sum()
+    branches.clear()
+    assert [ref() for ref in seen] == [None, None] and again.recipe_of(new) is None
+    torch.testing.assert_close(torch.autograd.grad(new.sum(), weight), (want.detach(),))
 
 
 class Switched(Norm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
-from rewire.mixes import claimed
+from rewire.mixes import again, claimed
 from rewire.mixes.attended import AttendedTable
 from rewire.mixes.mix import softmax
 from rewire.topologies.base import materialize
@@ -94,11 +95,19 @@ def test_backward_reads_each_state_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(calls) == [1, 1, 1, 1, 2, 3]
 
 
-def test_a_value_that_was_written_to_has_no_second_derivative() -> None:
-    """Its own gradient is no longer known: autograd says so."""
-    x, queries = leaves()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(chain(x, queries, True, in_place=True).sum(), (x, queries), create_graph=True)
+def test_second_derivatives_of_a_value_that_was_written_to() -> None:
+    """Where it is not made again its own gradient is no longer known: autograd says so."""
+
+    def second(in_place: bool) -> tuple[Tensor, ...]:
+        x, queries = leaves()
+        total = chain(x, queries, True, in_place=in_place).sum()
+        of_both = torch.autograd.grad(total, (x, queries), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in of_both), (x, queries))
+
+    assert all(map(torch.equal, second(True), second(False)))
+    kept = mock.patch.object(again, "saved_tensor_hooks", return_value=(None, None))
+    with kept, pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second(True)
 
 
 def test_third_derivatives(left_to_autograd: pytest.MonkeyPatch) -> None:
