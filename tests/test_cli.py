@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -391,6 +392,39 @@ def test_start_and_init(run: Run, tmp_path: Path) -> None:
         texts.append((tmp_path / f"out{number}" / "rewired_user_net.py").read_text().partition("TRUNKS")[2])
     assert texts[0] == texts[1] == texts[3] != texts[2]
     assert "there is no initialiser 'zos'" in failed(run("diagnose", "hf:llama", "--topology", "dca", "--init", "zos"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "user_net:Net", "--html", "net.html"),
+        ("source", "user_net:Net", "0"),
+        ("diff", "user_net:Net"),
+        ("eject", "user_net:Net", "net"),
+        ("diagnose", "user_net:with_inputs"),
+        ("graph", "user_net:Net"),
+        ("bench", "user_net:with_inputs", "--rounds", "1"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_each_command_that_rewires_says_how(
+    run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same words, which reach `rewire.compile`."""
+    seen: dict[str, Any] = {}
+    compiled = rewire.compile
+
+    def compile(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
+        seen.update(settings, topology=topology)
+        return compiled(model, topology, **settings)
+
+    monkeypatch.setattr(rewire, "compile", compile)
+    options = {"granularity": "sublayer", "loop": "restart", "start": "preserve", "init": "zas"}
+    said = [part for name, value in options.items() for part in (f"--{name}", value)]
+    result = run(*command, "--topology", "denseformer", *said, "--units=-1,output")
+    assert result.exit_code == 0, result.output
+    assert {name: seen[name] for name in options} == options
+    assert seen["units"] == [-1, "output"] and seen["topology"] == "denseformer"
 
 
 def test_a_file_is_no_module(run: Run) -> None:

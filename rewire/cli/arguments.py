@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,26 +38,67 @@ Topology = Annotated[
     str,
     typer.Option(metavar="NAME[:OPTION=VALUE,..]", help="How to connect the blocks; 'rewire list' shows all names."),
 ]
-Start = Annotated[
-    Literal["preserve", "paper"] | None,
-    typer.Option(help="Initial connection weights: those of the plain network, or of the paper."),
-]
-Init = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Initialise all weights with it; 'rewire list' shows all names.")
-]
 _OF_COMPILE = ("granularity", "init", "loop", "start")
 #: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
 TO_READ: dict[str, Any] = {"start": "paper", "validate": False}
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Granularity = Annotated[
-    Literal["auto", "block", "sublayer"],
-    typer.Option(help="What the topology connects: whole blocks, or each residual add."),
-]
+#: Options of each command that rewires a model, beside its topology.
+_REWIRING = {
+    "granularity": Annotated[
+        Literal["auto", "block", "sublayer"] | None,
+        typer.Option(show_default="auto", help="What the topology connects: whole blocks, or each residual add."),
+    ],
+    "loop": Annotated[
+        Literal["continue", "restart"] | None,
+        typer.Option(
+            show_default="continue",
+            help="If blocks run in a loop: one stream through all passes, or a new one in each.",
+        ),
+    ],
+    "start": Annotated[
+        Literal["preserve", "paper"] | None,
+        typer.Option(help="Initial connection weights: those of the plain network, or of the paper."),
+    ],
+    "init": Annotated[
+        str | None, typer.Option(metavar="NAME", help="Initialise all weights with it; 'rewire list' shows all names.")
+    ],
+    "units": Annotated[
+        str | None,
+        typer.Option(
+            metavar="UNIT,..",
+            help="Connect only these units, by number from 1, from -1 at the end, or 'output': --units=-2,-1,output.",
+        ),
+    ],
+}
 
-Loop = Annotated[
-    Literal["continue", "restart"],
-    typer.Option(help="If blocks run in a loop: one stream through all passes, or a new one in each."),
-]
+
+def rewires(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_REWIRING`; what is used of them reaches it as ``how``, for `rewire.compile`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _REWIRING.items()
+    ]
+    shown = [*own.values(), *options]
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown if each.name != "how"]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        used = {name: value for name in _REWIRING if (value := given.pop(name)) is not None}
+        if "units" in used:
+            used["units"] = [_unit(part.strip()) for part in used["units"].split(",")]
+        command(**given, how=used)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _unit(said: str) -> int | str:
+    try:
+        return int(said)
+    except ValueError:
+        return said
 
 
 def writable(path: Path | None) -> Path | None:

@@ -15,12 +15,8 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     TO_READ,
-    Granularity,
-    Init,
     Json,
-    Loop,
     Model,
-    Start,
     Topology,
     as_messages,
     graph_file,
@@ -29,6 +25,7 @@ from rewire.cli.arguments import (
     picture,
     rewired,
     rewired_as,
+    rewires,
     writable,
 )
 from rewire.console import progress
@@ -39,8 +36,10 @@ from rewire.patterns import patterns_for
 
 
 @app.command("inspect")
+@rewires
 def inspect_command(
     model: Model,
+    how: dict[str, Any],
     html: Annotated[
         Path | None,
         typer.Option(
@@ -50,21 +49,17 @@ def inspect_command(
         ),
     ] = None,
     topology: Topology = "ancre-ingoing",
-    granularity: Granularity = "auto",
-    loop: Loop = "continue",
-    start: Start = None,
-    init: Init = None,
     json: Json = False,
 ) -> None:
     """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why.
 
     With --html, --topology and the options after it say how MODEL is rewired for the page.
     """
-    if html is None and (topology, granularity, start, init) != ("ancre-ingoing", "auto", None, None):
-        raise typer.BadParameter("--topology, --granularity, --start and --init are options of the page: add --html.")
+    if html is None and (topology != "ancre-ingoing" or how.keys() - {"loop"}):
+        raise typer.BadParameter("add --html: --loop aside, these options say how MODEL is rewired for the page.")
     loaded, inputs = load_with_inputs(model)
     if html is None:
-        report = rewire.inspect(loaded, loop=loop, example_inputs=inputs)
+        report = rewire.inspect(loaded, **how, example_inputs=inputs)
         if json:
             output.print_json({"trunks": report.trunks, "left": report.left, "dropped": report.dropped})
         else:
@@ -73,49 +68,45 @@ def inspect_command(
     with progress(f"writing a page about {model}"):
         inputs = known_inputs(loaded, patterns_for(loaded), inputs)
         if not rewire.connections(loaded):
-            settings: dict[str, Any] = {"granularity": granularity, "loop": loop, "init": init, **TO_READ}
-            settings |= {"start": start} if start else {}
-            loaded = rewired_as(loaded, topology, example_inputs=inputs, **settings)
+            loaded = rewired_as(loaded, topology, example_inputs=inputs, **TO_READ | how)
         rewire.report(loaded, html, inputs)
     _wrote(html, json)
 
 
 @app.command("source")
+@rewires
 def source_command(
     model: Model,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it, such as model.layers.0.")],
+    how: dict[str, Any],
     topology: Topology = "ancre-ingoing",
-    granularity: Granularity = "auto",
-    loop: Loop = "continue",
     json: Json = False,
 ) -> None:
     """Rewire MODEL and print the new forward of the block at PATH."""
-    loaded, _ = rewired(model, topology, granularity=granularity, loop=loop, **TO_READ)
+    loaded, _ = rewired(model, topology, **TO_READ | how)
     _code(rewire.source(loaded, path), "python", json)
 
 
 @app.command("diff")
+@rewires
 def diff_command(
     model: Model,
+    how: dict[str, Any],
     topology: Topology = "ancre-ingoing",
-    granularity: Granularity = "auto",
-    loop: Loop = "continue",
     json: Json = False,
 ) -> None:
     """Rewire MODEL and print everything that this changes in its source files, as a unified diff."""
-    loaded, _ = rewired(model, topology, granularity=granularity, loop=loop, **TO_READ)
+    loaded, _ = rewired(model, topology, **TO_READ | how)
     _code(rewire.diff(loaded), "diff", json)
 
 
 @app.command("eject")
+@rewires
 def eject_command(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
+    how: dict[str, Any],
     topology: Topology = "ancre-ingoing",
-    granularity: Granularity = "auto",
-    loop: Loop = "continue",
-    start: Start = None,
-    init: Init = None,
     json: Json = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write even if the folder holds another model or other files.")
@@ -124,8 +115,7 @@ def eject_command(
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
     if not force:
         check_free(folder)  # before anything that takes long
-    settings: dict[str, Any] = {"granularity": granularity, "start": start or "preserve", "loop": loop, "init": init}
-    loaded, _ = rewired(model, topology, **settings)
+    loaded, _ = rewired(model, topology, **how)
     _wrote(rewire.eject(loaded, folder, force=force), json)
 
 
@@ -185,8 +175,10 @@ def plot_command(
 
 
 @app.command("diagnose")
+@rewires
 def diagnose_command(
     model: Model,
+    how: dict[str, Any],
     topology: Annotated[
         str | None,
         typer.Option(
@@ -194,8 +186,6 @@ def diagnose_command(
             help="Rewire MODEL with it first; 'rewire list' shows all names.  [default: not rewired]",
         ),
     ] = None,
-    start: Start = None,
-    init: Init = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     probes: Annotated[
@@ -213,8 +203,7 @@ def diagnose_command(
     if inputs is None:
         inputs = inputs_of(model, loaded, batch, length)
     if topology:
-        settings: dict[str, Any] = {"start": start or "paper", "init": init, "validate": False}
-        loaded = rewired_as(loaded, topology, example_inputs=inputs, **settings)
+        loaded = rewired_as(loaded, topology, example_inputs=inputs, **TO_READ | how)
     found = rewire.diagnose(loaded, inputs, probes=probes, seed=seed)
     if json:
         output.print_json(found)
@@ -228,12 +217,11 @@ def diagnose_command(
 
 
 @app.command("graph")
+@rewires
 def graph_command(
     model: Model,
+    how: dict[str, Any],
     topology: Topology = "ancre-ingoing",
-    granularity: Granularity = "auto",
-    loop: Loop = "continue",
-    start: Start = None,
     batch: Annotated[
         int, typer.Option(min=0, help="Sequences or images over which weights per token are averaged; 0: none.")
     ] = 0,
@@ -248,8 +236,7 @@ def graph_command(
 
     It is rewired first, unless it is already.
     """
-    settings = TO_READ | ({"start": start} if start else {})
-    loaded, inputs = rewired(model, topology, granularity=granularity, loop=loop, **settings)
+    loaded, inputs = rewired(model, topology, **TO_READ | how)
     if batch and inputs is None:
         inputs = inputs_of(model, loaded, batch, length)
     found = rewire.graph(loaded, inputs if batch else None)

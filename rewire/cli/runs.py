@@ -16,16 +16,16 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     MODEL,
+    TO_READ,
     Device,
-    Init,
     Json,
-    Start,
     as_messages,
     inputs_of,
     load_with_inputs,
     on_device,
     picture,
     rewired_as,
+    rewires,
     task_of,
     writable,
 )
@@ -98,8 +98,10 @@ def study_command(
 
 
 @app.command("bench")
+@rewires
 def bench_command(
     model: Annotated[str, MODEL],
+    how: dict[str, Any],
     topology: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,8 +115,6 @@ def bench_command(
     rounds: Annotated[int, typer.Option(min=1, help="How many times to measure each.")] = 10,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the weights.")] = "float32",
     device: Device = "",
-    start: Start = None,
-    init: Init = None,
     out: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=writable, help="Write all times as JSON.")
     ] = None,
@@ -130,8 +130,7 @@ def bench_command(
     inputs = inputs_of(model, plain, batch, length) if given is None else on_device(given, where, getattr(torch, dtype))
     models = {"plain": plain}
     for name in topology or ["ancre-ingoing"]:
-        settings: dict[str, Any] = {"start": start or "paper", "init": init, "validate": False}
-        models[name] = rewired_as(plain, name, example_inputs=inputs, **settings)
+        models[name] = rewired_as(plain, name, example_inputs=inputs, **TO_READ | how)
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
     steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
