@@ -3,14 +3,16 @@
     python benchmarks/choosing/deep.py --out out/choosing/deep
 
 Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
-the best of SETTINGS. The others are compared with that setting, and with the one that is best for them, on one seed, of
-the three that suit the plain model best, with which the plain model is run, too. Results are written after each part;
-called again, the script goes on.
+the best of SETTINGS. The others have the one that is best for them, on one seed, of the three that suit the plain model
+best; with that, the plain model is run, too. Those that are below the plain model on each seed get controls: weights
+frozen where another run's ended, and the plain model trained for the same time. At last they are compared with the
+plain model's own setting. Results are written after each part; called again, the script goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,15 +57,24 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     storage, device = open_storage(str(given.out / "journal.log")), torch.device("cpu")
     runs = Runs(tasks.deep_language_model(given.layers), Budget(given.steps), storage, device, print)
+    compared = range(2, 2 + given.seeds)
     about = {"steps": given.steps, "seeds": given.seeds, "layers": given.layers, "machine": machine(device)}
 
     def tried(contender: Contender, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Result]:
         return runs.results(contender, [Trial(setting, seed) for setting in settings for seed in seeds])
 
     def row(name: str, contender: Contender, setting: Setting, searched: list[Result]) -> Row:
-        results = tried(contender, [setting], range(2, 2 + given.seeds))
         losses = {run.trial.setting: run.loss for run in searched}
+        results = tried(contender, [setting], compared)
         return Row(name, contender, setting, losses, searched, results, runs.cost(contender))
+
+    def controlled(row: Row) -> Row:
+        assert row.setting and row.cost
+        trials, donor = [Trial(row.setting, seed) for seed in compared], Trial(row.setting, SEARCHED[0])
+        ended = runs.control(row.contender, "end", trials, donor)
+        length = max(1.0, round(20 * row.cost.time) / 20)
+        longer = runs.results(PLAIN, [Trial(setting, seed, length) for seed in compared])
+        return dataclasses.replace(row, controls={"end": ended} if ended else {}, longer=longer)
 
     first = tried(PLAIN, SETTINGS, SEARCHED[:1])
     best = [run.trial.setting for run in sorted(first, key=lambda run: run.loss)[:3]]
@@ -75,12 +86,17 @@ def main() -> None:
         contender = parse(name)
         searched = tried(contender, best, SEARCHED[:1])
         own = min(searched, key=lambda run: run.loss).trial.setting
-        rows.append(row(name, contender, setting, searched))
+        at = len(rows)
+        rows.append(row(f"{name}, its own setting" if own != setting else name, contender, own, searched))
+        if all(other.setting != own for other in rows if other.contender == PLAIN):  # is it the setting alone?
+            rows.append(row(f"residual, the setting of {name}", PLAIN, own, []))
         _write(rows, about, given.out)
-        if own != setting:
-            rows.append(row(f"{name}, its own setting", contender, own, searched))
-            if all(other.setting != own for other in rows if other.contender == PLAIN):  # is it the setting alone?
-                rows.append(row(f"residual, the setting of {name}", PLAIN, own, []))
+        if all(run.loss < plain.loss for run, plain in zip(rows[at].results, rows[0].results, strict=True)):
+            rows[at] = controlled(rows[at])
+            _write(rows, about, given.out)
+    for name in given.contenders:
+        if all(each.name != name for each in rows):
+            rows.append(row(name, parse(name), setting, next(e.searched for e in rows if e.contender == parse(name))))
             _write(rows, about, given.out)
 
 
