@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
 from rewire.mixes import claimed, gating, mix, several, streams, tokens
+from rewire.mixes.again import units_left
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -132,7 +133,8 @@ def run(topology: Topology[Any], weights: Any, dims: Dims, x: Tensor) -> Tensor:
         value, states = topology.read(states, weights, t)
         seen = (value.q, value.k, value.v, value.residual) if isinstance(value, QKVInputs) else (materialize(value),)
         seen = tuple({id(x): x for x in seen}.values())  # what a block reads twice it does in the plain model, too
-        states = topology.write(states, weights, t, Branch.apply(*seen))
+        with units_left(dims.depth - t):
+            states = topology.write(states, weights, t, Branch.apply(*seen))
     return topology.finish(states, weights, dims)
 
 
