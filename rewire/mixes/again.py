@@ -262,6 +262,7 @@ class _Region:
     """Operations on ``x``, a norm's say. The large tensors that they save are told apart by the order of saving.
 
     Attributes:
+        learns: whether ``x`` has gradients: where it has none, less is saved.
         others: what else they read that is as large.
         used: by its memory, what they have saved of that.
         saved, kept: the other large tensors, as they were; and they themselves, where they are kept.
@@ -270,7 +271,7 @@ class _Region:
 
     def __init__(self, function: Callable[..., Tensor], x: Tensor, others: Sequence[Tensor] = ()) -> None:
         self.function = function.forward if isinstance(function, nn.Module) else function  # hooks would see it twice
-        self.x, self.size = Saved(x.detach()), x.numel()
+        self.x, self.size, self.learns = Saved(x.detach()), x.numel(), x.requires_grad
         self.others = [(Saved(other.detach()), other.requires_grad) for other in others]
         self.memory, self.used = x.untyped_storage().data_ptr(), set[int]()
         self.memories = {other.untyped_storage().data_ptr() for other in others}
@@ -322,7 +323,7 @@ class _Region:
     def run(self, x: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What the operations return, and the large tensors that they save."""
         found: list[Tensor] = []
-        x = x.detach().requires_grad_()
+        x = x.detach().requires_grad_(self.learns)
         known = {y.untyped_storage().data_ptr() for y in (x, *others)}
 
         def keep(saved: Tensor) -> None:

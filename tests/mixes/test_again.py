@@ -104,6 +104,18 @@ def test_gradients_are_the_same(name: str, penalty: bool) -> None:
     assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["hc-dynamic", "attnres", "muddformer:norms=True", "gpas", "ddl", "orthogonal"])
+def test_inputs_without_gradients(name: str, dtype: torch.dtype) -> None:
+    """Of which operations save less: those of frozen embeddings, or of a trunk that the model begins with."""
+    model, x = made(name).to(dtype), inputs().detach().to(dtype)
+    weights = [*model.parameters()]
+    with nothing_again():
+        want = torch.autograd.grad(model(x).float().square().sum(), weights)
+    got = torch.autograd.grad(model(x).float().square().sum(), weights)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize(
     ("options", "states", "mixes"), [({}, UNITS + 1, UNITS), ({"units": ["output"], "sources": ["x0", 2]}, 3, 1)]
 )
