@@ -239,7 +239,7 @@ def merged_again(merge: Callable[[Tensor, Sequence[Tensor]], Tensor], x: Tensor,
     Not where its operations save nothing but ``x``: there branches are not kept.
     """
     with sparing(x):
-        if not is_sparing() or x.numel() <= x.shape[-1]:
+        if not is_sparing() or x.numel() <= x.shape[-1] or any(left_to_autograd(f, 1) for f in branches):
             return merge(x, branches)
         region = _Region(lambda x, *branches: merge(x, branches), x, branches)
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
