@@ -104,7 +104,8 @@ def test_what_choosing_shows() -> None:
         assert shown.endswith(f"({gain['low']:+.3f} to {gain['high']:+.3f})") and p == f"{row['p']:.2g}"
     controlled = [row for row in found["rows"] if row["learned"]]
     assert [row["name"] for row in controlled] == ["denseformer, its own setting"]
-    for gain, control in ((controlled[0]["learned"], "connection weights"), (controlled[0]["in its time"], "the plain")):
+    for gain_from, control in (("learned", "connection weights"), ("in its time", "the plain")):
+        gain = controlled[0][gain_from]
         shown, ahead = next(cells for name, cells in tables.items() if name.startswith(control))
         assert shown == f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
         assert ahead == f"{sum(value > 0 for value in gain['values'])} of {len(gain['values'])}"
