@@ -25,7 +25,7 @@ docs: env  ## build the documentation as a site, site/index.html
 # On the local branch gh-pages; to publish it: git push origin gh-pages.
 VERSION ?= $(shell $(DEV)/bin/python -c "import rewire; print('.'.join(rewire.__version__.split('.')[:2]))")
 publish: env  ## add the documentation as that of VERSION to the branch gh-pages
-	PATH=$(CURDIR)/$(DEV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases $(VERSION) latest
+	PATH=$(CURDIR)/$(DEV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 VERSIONS=mike mike deploy --update-aliases $(VERSION) latest
 	PATH=$(CURDIR)/$(DEV)/bin:$$PATH mike set-default latest
 
 notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
