@@ -198,10 +198,9 @@ def in_forward_mode() -> bool:
 
 
 def is_followed() -> bool:
-    """`in_dispatch_mode`, `under_functorch`, `in_forward_mode` or ``torch.jit.trace``, in one call."""
-    if _dispatch_modes is None or _transforms_active is None or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return True
-    return _dispatch_modes() > 0 or _transforms_active() or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    """Whether anything of these, or ``torch.jit.trace``, looks on."""
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return in_dispatch_mode() or under_functorch() or in_forward_mode() or tracing
 
 
 def is_batch_of_gradients(grad: Tensor) -> bool:

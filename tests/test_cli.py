@@ -427,6 +427,19 @@ def test_each_command_that_rewires_says_how(
     assert seen["units"] == [-1, "output"] and seen["topology"] == "denseformer"
 
 
+@pytest.mark.parametrize(
+    ("topology", "units", "said"),
+    [
+        ("hc-dynamic", "-1", "has no option 'units'"),
+        ("denseformer:units=[1]", "-1", "units are given twice"),
+        ("denseformer", "first", "a unit is its number"),
+        ("denseformer", "99", "has no connections at unit 99"),
+    ],
+)
+def test_units_that_there_are_not(run: Run, topology: str, units: str, said: str) -> None:
+    assert said in failed(run("diff", "user_net:Net", "--topology", topology, f"--units={units}"))
+
+
 def test_a_file_is_no_module(run: Run) -> None:
     assert "'package.module:callable', as 'user_net:Net'" in failed(run("inspect", "user_net.py:Net"))
 

@@ -25,7 +25,7 @@ from rewire.studies import training
 from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.page import draw
 from rewire.studies.report import Row, Study
-from rewire.studies.run import SEARCHED
+from rewire.studies.run import SEARCHED, length_in_time_of
 from rewire.studies.runs import Runs, open_storage
 from rewire.studies.task import Budget
 from rewire.studies.training import Result, Setting, Trial
@@ -72,7 +72,7 @@ def main() -> None:
         assert row.setting and row.cost
         trials, donor = [Trial(row.setting, seed) for seed in compared], Trial(row.setting, SEARCHED[0])
         ended = runs.control(row.contender, "end", trials, donor)
-        length = max(1.0, round(20 * row.cost.time) / 20)
+        length = length_in_time_of(row.cost)
         longer = runs.results(PLAIN, [Trial(setting, seed, length) for seed in compared])
         return dataclasses.replace(row, controls={"end": ended} if ended else {}, longer=longer)
 

@@ -214,6 +214,9 @@ def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
     """`rewire.compile`, whose complaints about what was typed are messages."""
     with as_messages(TypeError, ValueError):
         name, options = said(topology)
+        if "units" in options and "units" in settings:
+            raise ValueError(f"units are given twice: by --units, and in '{topology}'.")
+        options |= {key: settings[key] for key in settings.keys() & {"units"}}
         make_topology(name, {key: value for key, value in options.items() if key not in _OF_COMPILE})
     return rewire.compile(model, topology, **settings)
 

@@ -233,17 +233,17 @@ def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return result
 
 
-def merged_again(merge: Callable[[Tensor, Sequence[Tensor]], Tensor], x: Tensor, branches: Sequence[Tensor]) -> Tensor:
-    """``merge(x, branches)``, the next state, which backward makes again, and all that is as large, of the branches.
+def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    """``merge(x, *branches)``, the next state, which backward makes again, and all that is as large, of the branches.
 
     Not where its operations save nothing but ``x``: there branches are not kept.
     """
     with sparing(x):
         if not is_sparing() or x.numel() <= x.shape[-1] or any(left_to_autograd(f, 1) for f in branches):
-            return merge(x, branches)
-        region = _Region(lambda x, *branches: merge(x, branches), x, branches)
+            return merge(x, *branches)
+        region = _Region(merge, x, branches)
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
-            result = merge(x, branches)
+            result = merge(x, *branches)
         if region.settle():
             remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result

@@ -554,8 +554,8 @@ def version(value: Tensor) -> int | None:
 
 
 def written_since(value: Tensor, before: int | None) -> bool:
-    """Whether a tensor of which `version` was ``before`` was written to since."""
-    return before is not None and writes_to(value) != before
+    """Whether a tensor of which `version` was ``before`` was written to since, as far as that is counted."""
+    return before is not None and not torch.compiler.is_compiling() and writes_to(value) != before
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

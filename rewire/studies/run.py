@@ -139,7 +139,8 @@ class _Plan:
         seconds = plain * self._seconds(self.plain) + each * sum(self._seconds(cost) for cost in fits)
         seconds = len(SEARCHED) * seconds + self.seeds * sum(map(self._seconds, compared))
         controls = [
-            self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + _length(cost))) for cost in last
+            self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + length_in_time_of(cost)))
+            for cost in last
         ]
         more = f"; controls of each that is better, up to {_duration(max(controls))} more" if controls else ""
         seeds = f"seeds {_listed(SEARCHED)} for searches, {_listed(self.compared)} to compare"
@@ -235,12 +236,12 @@ class _Plan:
                 controls[held] = results
         if self.runs.budget.seconds:
             return dataclasses.replace(row, controls=controls)
-        longer = self.runs.results(PLAIN, self._of(baseline.setting, _length(row.cost)))
+        longer = self.runs.results(PLAIN, self._of(baseline.setting, length_in_time_of(row.cost)))
         return dataclasses.replace(row, controls=controls, longer=longer)
 
     def _lengths(self, baseline: Row, rows: Sequence[Row]) -> dict[float, float]:
         """The baseline's loss by the length of its run: long enough to see how it falls."""
-        longer = {_length(row.cost) for row in rows if row.longer and row.cost}
+        longer = {length_in_time_of(row.cost) for row in rows if row.longer and row.cost}
         lengths = {1.0, *longer, *([1.5] if longer and max(longer) < 1.5 else [])}
         results = {length: self.runs.results(PLAIN, self._of(baseline.setting, length)) for length in sorted(lengths)}
         return {length: statistics.fmean(r.loss for r in found) for length, found in results.items()}
@@ -250,7 +251,7 @@ def _searches(settings: Iterable[Setting]) -> list[Trial]:
     return [Trial(setting, seed) for setting in settings for seed in SEARCHED]
 
 
-def _length(cost: Cost) -> float:
+def length_in_time_of(cost: Cost) -> float:
     """How much longer the plain model trains in the time that this takes, in steps of a twentieth."""
     return min(_LONGEST, max(1.0, round(20 * cost.time) / 20))
 

@@ -330,7 +330,7 @@ class FirstOrder(Recurrence[W]):
         if not hasattr(self.merge, "repeatable"):
             return super().write(states, weights, t, *branches)
 
-        def merge(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+        def merge(x: Tensor, *branches: Tensor) -> Tensor:
             return materialize(self.merge((x,), weights, t, *branches))
 
         return self.push(states, weights, t, merged_again(merge, states[0], branches))

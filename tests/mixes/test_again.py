@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -324,7 +324,7 @@ def test_branches_are_not_kept_in_vain() -> None:
         branches.append(torch.randn(TOKENS, WIDTH))
         seen.append(weakref.ref(branches[-1].untyped_storage()))
 
-    def merge(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    def merge(x: Tensor, *branches: Tensor) -> Tensor:
         return weight * (x + branches[0] + branches[1])
 
     new = again.merged_again(merge, x, branches)

@@ -171,7 +171,9 @@ def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
         inverse = x.new_empty(0)
     else:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(torch.addcmul(constants((eps,), norm.dtype), norm, norm, value=1 / x.shape[-1]))
+        # Without kernels tensors of a GPU come here, too; on a CPU, where a token is decoded, each call counts.
+        least = constants((eps,), norm.dtype) if x.is_cpu else norm.new_full((), eps)
+        inverse = torch.rsqrt(torch.addcmul(least, norm, norm, value=1 / x.shape[-1]))
         found = found * inverse  # not in place: selective checkpointing keeps products as they are then
     return torch.where(found < 0, -0.0, found + 0.0) if clamped else found, inverse
 

@@ -134,3 +134,11 @@ def test_no_copy_of_a_source() -> None:
         allocated = [e.cpu_memory_usage for e in profile.events() if e.name in ("aten::empty_like", "aten::_to_copy")]
         size = xs[0].numel() * xs[0].element_size()
         assert sum(b >= size for b in allocated) == 1 and max(allocated) <= limit * size
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_projections_of_other_devices(eps: float | None) -> None:
+    """Without kernels those of a GPU come here; `meta` is as strict about tensors of several devices."""
+    x, weight = torch.empty(2, 3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    found, _ = plain.project(x, weight, eps)
+    assert found.is_meta and found.shape == (2, 3, 5)
