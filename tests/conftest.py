@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,11 +34,15 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
+@pytest.fixture(autouse=True)
+def compilations_forgotten() -> Iterator[None]:
+    """Dynamo compiles a function 8 times and then runs it as it is, in silence; all modules are called by one function.
+
+    A test would compile or not, by what else ran in its process.
+    """
     yield
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ DEPTH = 16
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # which Dynamo hides
 ]
 

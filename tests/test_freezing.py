@@ -342,7 +342,6 @@ def test_copies(frozen_llama: nn.Module) -> None:
 
 
 def test_torch_compile() -> None:
-    torch._dynamo.reset()
     model = rewire.freeze(mixed(tiny_model("llama").eval(), "grn-v2"), 0.05)[0]
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

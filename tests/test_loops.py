@@ -396,7 +396,6 @@ def test_checkpointed_passes(cls: Any) -> None:
 def test_compiled_whole(cls: Any) -> None:
     model, x = made(cls)
     rewired = perturbed(rewire.compile(model, "hc-dynamic", loop="restart", example_inputs=(x,)))
-    torch._dynamo.reset()
     compiled = torch.compile(rewired, backend="aot_eager", fullgraph=True)
     for passes in (1, 3):
         for one, two in zip(outcome(compiled, x, passes=passes), outcome(rewired, x, passes=passes), strict=True):

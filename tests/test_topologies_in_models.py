@@ -271,7 +271,6 @@ def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
     model = mixed(Stack(PreNorm, depth=2), key)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected, actual = (
         dict(zip(names, torch.autograd.grad(run(vectors()).square().sum(), parameters), strict=True))
@@ -287,7 +286,6 @@ def test_inductor_leaves_weights_alone(key: str) -> None:
     """It may write over what AOTAutograd takes for memory of its own: copies that it has left out, say."""
     model = mixed(Stack(PreNorm, depth=4), key)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     for _ in range(2):
         compiled(vectors()).square().sum().backward()

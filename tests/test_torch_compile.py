@@ -19,7 +19,6 @@ import rewire
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_trains_like_eager() -> None:
     model = mixed(llama(), granularity="sublayer")
@@ -34,7 +33,6 @@ def test_torch_compile_trains_like_eager() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_nodes_of_the_graphs_grow_with_the_layers() -> None:
     """Not with their square: all terms of a sum are one operator, and all gradients of a state are another."""
@@ -56,7 +54,6 @@ def test_nodes_of_the_graphs_grow_with_the_layers() -> None:
     assert 1.9 * (more - few) < many - more < 2.1 * (more - few)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_without_gradients() -> None:
     """There Dynamo calls the forwards of autograd functions as they are: sums of one to four states."""
@@ -76,7 +73,6 @@ class SelectivelyCheckpointed(WithExits):
         return exits
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("topology", "net"), [(ANCRE, WithExits), ("attnres", SelectivelyCheckpointed)])
 @compiles
 def test_exits_between_blocks(topology: str, net: type[nn.Module]) -> None:
@@ -89,7 +85,6 @@ def test_exits_between_blocks(topology: str, net: type[nn.Module]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_with_inductor() -> None:
     model = mixed(Stack(PreNorm, depth=2))
@@ -102,7 +97,6 @@ def test_torch_compile_with_inductor() -> None:
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_with_a_dynamic_length() -> None:
     model = mixed(llama())
@@ -154,7 +148,6 @@ class TwoResults(nn.Module):
         return x + self.linear(self.norm(x)), y
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("topology", "call"),
     [("hc-dynamic", "block"), *((ANCRE, call) for call in ("block", "method", "partial", "function", "none"))],

@@ -301,7 +301,6 @@ def test_checkpoints_of_compiled_models_are_higher_order() -> None:
     assert not isinstance(torch.add, internals.HIGHER_ORDER)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_what_traces_a_checkpoint_is_known() -> None:
     def function(x: Tensor) -> Tensor:
         return x + int(internals.in_higher_order())

@@ -23,10 +23,7 @@ from rewire.backend import by_name
 from rewire.backend.flat import rewrite_chain
 from rewire.patterns.tiny import timm_model, tiny_model
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # which Dynamo hides
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo hides
 
 
 def backend(topology: str = "denseformer", inner: str = "eager", **options: Any) -> rewire.Backend:

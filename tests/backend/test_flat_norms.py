@@ -27,10 +27,7 @@ from rewire.passes.editing.fusions import fusions
 from rewire.passes.finding.graphs import flow_of
 from rewire.patterns.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # which Dynamo hides
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo hides
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -60,7 +60,6 @@ def test_a_training_step_on_a_cpu(script: Any, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_two_ways_to_compile(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = importlib.import_module("backend")
     monkeypatch.setattr(script, "LAYERS", 1)

@@ -108,7 +108,6 @@ def test_rewired_models(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(("name", "options"), [SCHEMES[0], SCHEMES[3], SCHEMES[7]], ids=str)
 def test_compiled_models(name: str, options: dict[str, Any]) -> None:
@@ -116,7 +115,6 @@ def test_compiled_models(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(("name", "options"), SCHEMES, ids=str)
 def test_graphs_that_the_backend_rewires(name: str, options: dict[str, Any]) -> None:

@@ -338,7 +338,6 @@ class TestWiring:
         assert all(s.untyped_storage().nbytes() <= 4 * (2 * depth) * (2 * depth + 1) // 2 for s in small)
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-    @pytest.mark.usefixtures("fresh_dynamo")
     @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "grn-v3", "attnres", "attnres-groups", "muddformer"])
     def test_torch_compile(self, key: str) -> None:
         """Some are deep enough for sums that begin in blocks."""

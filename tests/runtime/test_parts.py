@@ -410,7 +410,6 @@ def test_a_part_may_change_behind_an_add() -> None:
 @pytest.mark.parametrize("block", [Rows, IndexAdd, Tokens])
 def test_parts_are_compiled(block: type[nn.Module]) -> None:
     rewired = shaken(rewire.compile(net(block), "ancre-ingoing", example_inputs=(vectors(),)), 0.01, seed=3)
-    torch._dynamo.reset()
     made = torch.compile(rewired, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(results(made, vectors()), results(rewired, vectors()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

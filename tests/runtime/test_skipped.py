@@ -278,7 +278,6 @@ def test_a_model_that_is_cut() -> None:
 @torch.no_grad()
 def test_compiled() -> None:
     rewired = shaken(rewire.compile(Net(), "denseformer", example_inputs=(vectors(),)), 0.1, seed=3)
-    torch.compiler.reset()
     compiled = torch.compile(rewired, fullgraph=True, backend="eager")
     for args in (((1,),), ((), 2)):
         torch.testing.assert_close(compiled(vectors(), *args), rewired(vectors(), *args))

@@ -26,10 +26,3 @@ def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.layout.topology.weights(self._values({**learned, **dict(self.named_buffers())}), self.layout.dims)
 
     monkeypatch.setattr(Connection, "_effective", effective)
-
-
-@pytest.fixture(autouse=True)
-def _compile_anew(request: pytest.FixtureRequest) -> None:
-    """Many topologies are compiled in the same toy nets, and compilations of one function are limited."""
-    if "compiles" in request.node.name:
-        torch._dynamo.reset()

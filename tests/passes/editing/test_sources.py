@@ -77,7 +77,6 @@ SLOW = [pytest.param(block, marks=pytest.mark.slow) for block in (CallsCompiled,
 @pytest.mark.parametrize("block", [HoldsCompiled, *SLOW])
 def test_functions_that_a_model_compiles_by_itself(block: type[nn.Module]) -> None:
     rewired = alike(Stack(block, 2), "ancre-ingoing", validate=False)
-    torch._dynamo.reset()
     if block is not HoldsCompiled:  # where torch.compile does not see which function that is
         compiled = torch.compile(rewired, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(vectors()), rewired(vectors()))
