@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import rewire
+from rewire.passes.find import find
+from rewire.passes.finding.projections import Projections, find_projections
 from rewire.passes.inputs import normalise_inputs
+from rewire.passes.prepare import prepare
 from rewire.passes.validating.tensors import relative_error, tensors_in
 from rewire.patterns import first_given, patterns_for
 from rewire.topologies.base import Dims, Start, States, total
@@ -83,3 +86,10 @@ def check_reads(read: Reader) -> None:
     assert relative_error(read(SAME, ZERO, SAME), read(OTHER, ZERO, SAME)) < 1e-6
     assert relative_error(read(ZERO, SAME, SAME), read(ZERO, OTHER, SAME)) < 1e-6
     assert relative_error(read(SAME, SAME, ZERO), read(OTHER, OTHER, ZERO)) < 1e-6
+
+
+def projections_of(model: nn.Module, inputs: Any, *patterns: rewire.Pattern) -> Projections:
+    """What the finder says of the first attention."""
+    found = find(prepare(model, inputs)).evaluation
+    name, chain = next(iter(found.chains.items()))
+    return find_projections(found.flow, found.trunks[name].sites[0], patterns, chain.adds[0])

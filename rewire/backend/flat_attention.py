@@ -16,7 +16,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused, fused_linear
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow, Op
-from rewire.passes.finding.projections import fused_by_use
+from rewire.passes.finding.fused import as_fused, features_in
 from rewire.trunk import Site
 
 #: Operations that project, and which argument of theirs is what is projected.
@@ -74,8 +74,10 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
                     tuple(_fed(add, products[path], None, way) for path, way in zip(paths, "qkv", strict=True))
                 )
         for path, op in products.items():
-            fused = fused_by_use(flow, path, _rows(op)) if FUSED_QKV.search(path.removeprefix(prefix)) else None
-            if path.startswith(prefix) and fused is not None:
+            if not path.startswith(prefix) or not FUSED_QKV.search(path.removeprefix(prefix)):
+                continue
+            fused = as_fused(features_in(flow, add, path, _rows(op) or 0, site.width or 0))
+            if fused is not None:
                 return Attention(tuple(_fed(add, op, None, way) for way in "qkv"), fused)
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs in a flat graph: what reads its input has "

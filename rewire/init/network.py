@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class Network:
             for name in branch.inside:
                 self.of_branch.setdefault(name, branch)
         self.shortcuts = frozenset[str]().union(*(branch.shortcut for branch in self.branches))
-        self.projections = self._projections()
+        self.projections = self._projections([add for add, _ in once.values()])
         taken = self.shortcuts.union(self.of_branch)
         outside = [name for name in self.parameters if name not in taken and self.layout(name) is not None]
         self.classifier = self._classifier(outside)
@@ -177,14 +177,14 @@ class Network:
                 found.add(self.first_name.get(id(value), name))
         return frozenset(found)
 
-    def _projections(self) -> dict[str, Parts]:
+    def _projections(self, adds: Sequence[Add]) -> dict[str, Parts]:
         """Parameter name -> its parts q, k, v with where they lie in it."""
         found: dict[str, Parts] = {}
-        for branch in self.branches:
+        for add, branch in zip(adds, self.branches, strict=True):
             if branch.site.kind == "ffn":
                 continue
             try:
-                projections = find_projections(self.flow, branch.site, self.patterns)
+                projections = find_projections(self.flow, branch.site, self.patterns, add)
             except UnsupportedTopology:
                 continue
             for path, parts in _parts(projections.paths, projections.fused, self.model):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from rewire.conventions import out_features
-from rewire.passes.finding.adds import Add, between
-from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.flow import Flow, Op, given
+from rewire.passes.finding.rerun import gradients
 
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
@@ -22,50 +23,44 @@ def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str
         Three paths (q, k, v), or one; and smaller maps that take part in one of the three (a gate of the values), by
         path. None if there is no attention, or several, or one module is part of two.
     """
-    found = [known for values in _attentions(flow, add) if (known := _paths(flow, add, values))]
+    found = [known for values in attentions(flow, add) if (known := _paths(flow, add, values))]
     return found[0] if found and all(known == found[0] for known in found) else None
 
 
-def order_in(flow: Flow, add: Add, path: str) -> str:
-    """In which order a branch's fused projection makes queries, keys and values: ``"kqv"``; empty if unknown."""
-    made = [op for op in flow if op.scope.path == path and op in add.region]
-    for values in _attentions(flow, add) if made else ():
-        ways = [between(made[-1], value) for value in values]
-        parts = [
-            min(way.difference(*(ways[:n] + ways[n + 1 :])), key=_index, default=None) for n, way in enumerate(ways)
-        ]
-        numbers = [None if part is None else _number(part) for part in parts]
-        alike = {(part.name, len(number)) for part, number in zip(parts, numbers, strict=True) if part and number}
-        if None not in numbers and len(alike) == 1:
-            return "".join(way for _, way in sorted(zip(numbers, "qkv", strict=True)))
-    return ""
-
-
-def _index(op: Op) -> int:
-    return op.index
-
-
-def _number(part: Op) -> tuple[int, ...] | None:
-    """What tells a part of a tensor from the others in their order; None if that is not known."""
-    if part.name in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes"):
-        return (part.index,)
-    places = part.selected[0] if part.name == "getitem" and part.selected else ()
-    places = places if isinstance(places, tuple) else (places,)
-    found = [place.start or 0 if isinstance(place, slice) else place for place in places if place is not Ellipsis]
-    known = all(isinstance(place, int) and place >= 0 for place in found)
-    return tuple(found) if found and known else None
-
-
-def _attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
+def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
     """Queries, keys and values as each attention in a branch gets them."""
     for op in sorted(add.own, key=lambda op: op.index):
         if op.name == "scaled_dot_product_attention" and len(op.inputs) >= 3:
-            yield op.inputs[0], op.inputs[1], op.inputs[2]
+            yield _by_name(op)
         elif op.name == "softmax":
             scores, outputs = _before(op, add.region), _behind(flow, op)
-            if scores is not None and outputs is not None:
-                q, k = scores.inputs[-2:]
-                yield q, k, outputs
+            pair = None if scores is None else _queries_first(flow, op, *scores.inputs[-2:])
+            if pair is not None and outputs is not None:
+                yield (*pair, outputs)
+
+
+def _by_name(op: Op) -> tuple[Op, Op, Op]:
+    """The three of an attention that is one operation, which may be given by name, in any order."""
+    args, kwargs = given(op)
+    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    q, k, v = (next(o for o in op.inputs if named[name] in (o, o.node)) for name in ("query", "key", "value"))
+    return q, k, v
+
+
+def _queries_first(flow: Flow, softmax: Op, a: Op, b: Op) -> tuple[Op, Op] | None:
+    """Which of the two that scores are made of are the queries: all scores of one row are of one query, of all keys.
+
+    The product may have them in either order, and the softmax may be over any dimension.
+    """
+    args, kwargs = given(softmax)
+    dim = getattr(softmax.leaf, "dim", None) if softmax.leaf is not None else kwargs.get("dim", (*args, -1)[1])
+    row = lambda scores: scores.movedim(-1 if dim is None else dim, 0).flatten(1)[:, -1]  # noqa: E731
+    for masked in (False, True):
+        found = gradients(flow, {a: 8, b: 8}, softmax.inputs[:1], 8, row, masked)
+        counts = [0 if grad is None else int(grad.count_nonzero()) for grad in (found[0] if found else ())]
+        if all(counts) and len({*counts}) == 2:
+            return (a, b) if counts[0] < counts[1] else (b, a)
+    return None
 
 
 def _before(softmax: Op, region: Collection[Op]) -> Op | None:

@@ -122,6 +122,8 @@ class Op:
         selected: the index of ``x[index]``, or of ``x[index] = y``, with operations for its tensors; None if it is not
             known, or if it names a place twice.
         scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
+        call: of one that was run: the function, and its arguments with operations for tensors.
+        item: which of the tensors of that call's result this is; of its arguments, for one that was written to, as ~n.
         recorded: whether autograd was on.
         node: of a torch.fx graph, if it is from one.
     """
@@ -140,6 +142,8 @@ class Op:
     sizes: tuple[Any, ...] = ()
     selected: Any = None
     scale: Any = None
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+    item: int = 0
     recorded: bool = True
     node: Any = None
 
@@ -154,6 +158,13 @@ class Op:
         if self.leaf is None:
             return _names_mixing(self.name)
         return any(_mixes(type(module)) for module in self.leaf.modules())
+
+
+def given(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation, with operations or nodes for tensors; none if they are not known."""
+    if op.call is not None:
+        return op.call[1:]
+    return ((), {}) if op.node is None else (op.node.args, dict(op.node.kwargs))
 
 
 @dataclasses.dataclass(frozen=True)

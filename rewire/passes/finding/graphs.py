@@ -38,7 +38,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
     made: dict[fx.Node, Op] = {}
     flow = Flow(root, [])
     for node in graph.nodes:
-        if node.op == "output" or _is_metadata(node):
+        if node.op == "output" or is_metadata(node):
             continue
         inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
@@ -108,7 +108,7 @@ def _name(node: fx.Node) -> str:
     return plain_name(target if isinstance(target, str) else getattr(target, "__name__", ""))
 
 
-def _is_metadata(node: fx.Node) -> bool:
+def is_metadata(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METADATA
     return node.target is getattr and node.args[1] in _METADATA

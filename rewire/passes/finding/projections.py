@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -13,8 +12,9 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import order_in, projections_in
-from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.attention import projections_in
+from rewire.passes.finding.flow import Flow
+from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
 from rewire.trunk import Site
 
@@ -64,19 +64,14 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     model = flow.model
     found = list(found)
     known = None if add is None else projections_in(flow, add)
-    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, known and known[0]))
+    used = [known[0]] if known and _submodule(model, known[0][0]) is not None else []
+    candidates = [*_declared(model, site, found), *((paths, None) for paths in (*_usual_paths(model, site), *used))]
     region = () if add is None else add.region
     called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
     # In a joint attention of two streams, modules with usual names may read the other one.
-    for paths, fused in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
+    for paths, declared in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
+        fused = declared if add is None else _layout(flow, site, add, paths, declared)
         if fused is not None or not _needs_layout(model, paths):
-            order = "" if fused is None or add is None else order_in(flow, add, paths[0])
-            if order not in ("", "qkv"):
-                raise UnsupportedTopology(
-                    f"the attention '{site.name}' cannot have separate q/k/v inputs: '{paths[0]}' makes them in the "
-                    f"order {', '.join(order)}. Let it make queries, keys and values in this order, or use a topology "
-                    "that reads one value."
-                )
             beside = _beside(model, site, found)
             if not beside and known is not None and known[0] == paths:
                 beside = known[1]
@@ -88,6 +83,32 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
         f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a "
         "topology that reads one value, or register a pattern with `qkv` set to the paths of the three below the block "
         "(or of a fused one, and `fused` to the layout of its output)."
+    )
+
+
+def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: Fused | None) -> Fused | None:
+    """The layout of a fused projection's output: how the forward uses it, else as a pattern declares it.
+
+    Raises:
+        UnsupportedTopology: the forward uses it in another order than q, k, v, or otherwise than declared.
+    """
+    if not _needs_layout(flow.model, paths):
+        return None
+    module = flow.model.get_submodule(paths[0])
+    features = features_in(flow, add, paths[0], out_features(module) or 0, site.width or 0)
+    fused = as_fused(features)
+    if not features or (fused and declared in (None, fused)):
+        return fused or declared
+    order = "".join(dict.fromkeys(features))
+    if order != "qkv":
+        how = f"in the order {', '.join(order)}. Let it make queries, keys and values in this order"
+    elif fused is None:
+        how = "in parts of several sizes. Let it make all queries, then all keys, then all values"
+    else:
+        how = f"as {fused}, where a pattern says {declared}. Mend the pattern"
+    raise UnsupportedTopology(
+        f"the attention '{site.name}' cannot have separate q/k/v inputs: '{paths[0]}' makes them {how}, or use a "
+        "topology that reads one value."
     )
 
 
@@ -132,25 +153,6 @@ def _blocks(site: Site) -> Iterator[str]:
         yield path
 
 
-def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
-    """Paths of modules with the usual names, and the layout of a fused one by its use."""
-    for paths in _usual_paths(flow.model, site):
-        fused = None
-        if _needs_layout(flow.model, paths):
-            fused = fused_by_use(flow, paths[0], out_features(flow.model.get_submodule(paths[0])))
-        yield paths, fused
-
-
-def _used(flow: Flow, paths: tuple[str, ...] | None) -> Iterator[_Candidate]:
-    """Paths of what makes the values that are used as queries, keys and values; the layout of a fused one, too."""
-    if paths is None or _submodule(flow.model, paths[0]) is None:
-        return
-    fused = None
-    if _needs_layout(flow.model, paths):
-        fused = fused_by_use(flow, paths[0], out_features(flow.model.get_submodule(paths[0])))
-    yield paths, fused
-
-
 def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     """Paths of modules with the usual names, those in the branch first."""
     modules = dict(model.get_submodule(site.block).named_modules())
@@ -184,57 +186,3 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return root.get_submodule(path)
     except AttributeError:
         return None
-
-
-def fused_by_use(flow: Flow, path: str, width: int | None) -> Fused | None:
-    """Layout of a fused projection's output of this width, from how the forward that calls it takes it apart."""
-    if width is None:
-        return None
-    made = [op for op in flow if op.scope.path == path]
-    users = [user for op in made for user in flow.users[op] if user.scope.path != path]
-    layouts = {_layout(user, width) for user in users}
-    return layouts.pop() if len(layouts) == 1 else None
-
-
-def _layout(user: Op, width: int) -> Fused | None:
-    """How ``user`` takes the fused projection apart; None if it does not say."""
-    arguments: list[Any] = list(user.sizes)
-    if user.name == "split":
-        return _by_sizes(arguments[0], width)
-    if user.name == "chunk":
-        return _thirds(width) if arguments[0] == 3 else None
-    if user.name in ("view", "reshape"):
-        flat = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (list, tuple)) else arguments
-        return _by_shape(list(flat), width) or _by_shape(list(user.shape or ()), width)
-    return None
-
-
-def _by_sizes(sizes: Any, width: int) -> Fused | None:
-    """Layout of what is split into pieces of these sizes, or of one size, which may be known only at run time.
-
-    Two pieces are thirds if the first is one: q, then k and v together. In multi-query attention it is larger.
-    """
-    if isinstance(sizes, (list, tuple)):
-        if not all(isinstance(size, int) for size in sizes) or sum(sizes) != width:
-            return None
-        if len(sizes) == 3:
-            return Fused(1, tuple(sizes))
-        return _thirds(width) if 3 * sizes[0] == width and len(sizes) == 2 else None
-    if isinstance(sizes, int) and 3 * sizes != width:
-        return None
-    return _thirds(width)
-
-
-def _thirds(width: int) -> Fused | None:
-    return Fused(1, (width // 3,) * 3) if width % 3 == 0 else None
-
-
-def _by_shape(shape: list[Any], width: int) -> Fused | None:
-    """Layout of (..., 3, heads, size), (..., heads, 3, size)."""
-    after = next((shape[n + 1 :] for n in range(len(shape) - 1, 0, -1) if shape[n] == 3), [])
-    size = 1
-    for entry in after:
-        if not isinstance(entry, int) or entry <= 0:
-            return None
-        size *= entry
-    return Fused(width // (3 * size), (size,) * 3) if after and width % (3 * size) == 0 else None

@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         scope = self.stack.pop()
         given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if (
                 id(tensor) not in self.known and id(tensor) not in self.weights
             ):  # made by what the recorder does not see: the module is a leaf
@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors(args) + _tensors(kwargs)
+        given = tensors_of(args) + tensors_of(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
         if decided is not None and given and given[0].is_meta:  # a number that is not known
             return decided(0)
@@ -133,7 +133,7 @@ class Recorder(TorchFunctionMode):
         written = [t for t, v in zip(given, before, strict=True) if _version(t) != v and id(t) not in self.weights]
         if name == "setitem" and written:  # not what is stored, which may be a view of it
             written = [] if self._is_stored(args[0], args[2]) else written[:1]
-        made = [t for t in _tensors(result) if id(t) not in self.known and id(t) not in self.weights]
+        made = [t for t in tensors_of(result) if id(t) not in self.known and id(t) not in self.weights]
         if not written and not made:
             if name in CASTS and given and result is given[0] and id(result) in self.known:
                 scope, place = self.frames.caller(self.stack, sys._getframe(1))
@@ -155,11 +155,13 @@ class Recorder(TorchFunctionMode):
         if makes_alike(name):
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
+        call = pytree.tree_map_only(Tensor, self._op, (func, args, kwargs))
+        places = {id(t): ~n for n, t in enumerate(given)} | {id(t): n for n, t in enumerate(tensors_of(result))}
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
             wholes = self._viewed(tensor) if over else []
             op = self._new(tensor, name, tuple(inputs), scope, place)
-            op.matrices, op.constant = count, constant
+            op.matrices, op.constant, op.call, op.item = count, constant, call, places[id(tensor)]
             op.scale = kwargs.get("alpha") if name == "add" else None
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
@@ -224,7 +226,7 @@ class Recorder(TorchFunctionMode):
         return known
 
     def _ops(self, value: Any) -> list[Op]:
-        return [self._op(tensor) for tensor in _tensors(value)]
+        return [self._op(tensor) for tensor in tensors_of(value)]
 
 
 def _by_one(args: tuple[Any, ...]) -> bool:
@@ -234,7 +236,7 @@ def _by_one(args: tuple[Any, ...]) -> bool:
 
 def _repeats(x: Tensor, index: Any) -> bool:
     """Whether ``x[index]`` has a place of ``x`` twice, as far as numbers are known."""
-    if not any(t.dtype not in (torch.bool, torch.uint8) for t in _tensors(index)) or x.is_meta:
+    if not any(t.dtype not in (torch.bool, torch.uint8) for t in tensors_of(index)) or x.is_meta:
         return False
     places = torch.arange(x.numel(), device=x.device).view(x.shape)[index]
     return places.unique().numel() < places.numel()
@@ -257,17 +259,17 @@ def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any])
         yield code.co_varnames[place] if code.co_flags & inspect.CO_VARKEYWORDS else "", keywords
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in arguments or a result: in containers, and in dataclasses (which pytrees may not know)."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_of(item)]
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
+        return [tensor for item in value.values() for tensor in tensors_of(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
-        return [tensor for item in attributes(value).values() for tensor in _tensors(item)]
+        return [tensor for item in attributes(value).values() for tensor in tensors_of(item)]
     leaves = pytree.tree_leaves(value) if type(value) in pytree.SUPPORTED_NODES else []
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

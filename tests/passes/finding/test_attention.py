@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
-from reading_apart import Reader, check_reads
+from reading_apart import Reader, check_reads, projections_of
 from torch import Tensor, nn
 
 import rewire
@@ -122,6 +124,40 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(attention) for _ in range(2)))
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+def causal(scores: Tensor) -> Tensor:
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return torch.where(mask, scores, -1e4)
+
+
+#: Attentions of queries, keys and values [batch, tokens, width] in which these stand in another order.
+ORDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "by name": lambda q, k, v: F.scaled_dot_product_attention(q, value=v, key=k),
+    "all by name": lambda q, k, v: F.scaled_dot_product_attention(value=v, key=k, query=q),
+    "masked, by name": lambda q, k, v: F.scaled_dot_product_attention(
+        q, attn_mask=torch.ones(5, 5).tril().bool(), value=v, key=k
+    ),
+    "einsum": lambda q, k, v: torch.einsum("bkd,bqd->bqk", k, q).softmax(-1) @ v,
+    "causal": lambda q, k, v: causal(torch.einsum("bkd,bqd->bqk", k, q)).softmax(-1) @ v,
+    "keys in rows": lambda q, k, v: (k @ q.mT).softmax(-2).mT @ v,
+    "keys in rows, by name": lambda q, k, v: torch.softmax(k @ q.mT, dim=1).mT @ v,
+    "turned": lambda q, k, v: (k @ q.mT).transpose(1, 2).softmax(-1) @ v,
+    "values first": lambda q, k, v: (v.mT @ (k @ q.mT).softmax(1)).mT,
+    "bmm by name": lambda q, k, v: torch.bmm(mat2=v, input=torch.bmm(mat2=k.mT, input=q).softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_orders(how: str) -> None:
+    class Ordered(Attention):
+        names = ("one", "two", "three")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(ORDERS[how](self.one(x), self.two(x), self.three(x)))
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(Ordered) for _ in range(2)))
+    assert projections_of(model, (torch.randn(2, 5, WIDTH),)).paths == ("1.attn.one", "1.attn.two", "1.attn.three")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Finder: which features of a fused projection are queries, keys and values.
+
+Code takes them apart in many ways (views, splits, slices, einops), and three may be the number of heads, too. So what
+stands between the projection and the attention is run again, and its gradients are looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import torch
+
+from rewire.mixes.fused_qkv import Fused
+from rewire.passes.finding.adds import Add, between
+from rewire.passes.finding.attention import attentions
+from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.rerun import gradients
+
+
+def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str:
+    """What each feature of a fused projection becomes in a branch, in order: ``qqqqkkvv``; empty if that is unclear.
+
+    Args:
+        flow, add: what the model computes, and the residual add of the attention.
+        path: of the projection.
+        width, inputs: its output features and input features.
+    """
+    made = [op for op in flow if op.scope.path == path and op in add.region]
+    if not made:
+        return ""
+    uses = [*attentions(flow, add)] or _threes(flow, made[-1], add.region)
+    known = {features for values in uses if (features := _features(flow, made[-1], width, inputs, values))}
+    return known.pop() if len(known) == 1 else ""
+
+
+def as_fused(features: str) -> Fused | None:
+    """The layout of features, if it is one of queries, keys and values in this order, over and over."""
+    runs = [(way, len([*same])) for way, same in itertools.groupby(features)]
+    groups, rest = divmod(len(runs), 3)
+    if rest or not groups or runs != runs[:3] * groups or "".join(way for way, _ in runs[:3]) != "qkv":
+        return None
+    (_, q), (_, k), (_, v) = runs[:3]
+    return Fused(groups, (q, k, v))
+
+
+def _threes(flow: Flow, made: Op, region: Collection[Op]) -> Sequence[Sequence[Op]]:
+    """Where the attention is none that is known: what three operations take."""
+    behind = sorted((op for op in region if between(made, op)), key=lambda op: op.index)
+    users = ([user for user in flow.users[op] if not user.weighted] for op in behind)
+    return [three for three in users if len(three) == 3][:1]
+
+
+def _features(flow: Flow, made: Op, width: int, inputs: int, values: Sequence[Op]) -> str:
+    """Which of three values each feature becomes part of; empty if one becomes part of none, or of several."""
+    found = [grad for (grad,) in gradients(flow, {made: width}, values, inputs) if grad is not None]
+    if len(found) < 3:
+        return ""
+    read = torch.stack([(grad != 0).flatten(0, -2).any(0) for grad in found])  # [3, features]
+    if not bool((read.sum(0) == 1).all() and read.any(1).all()):
+        return ""
+    return "".join("qkv"[way] for way in read.int().argmax(0))

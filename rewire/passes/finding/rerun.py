@@ -1,0 +1,113 @@
+"""Finder: runs a part of what was recorded or traced again, on random numbers; gradients say what comes from where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rewire.copies import seeded
+from rewire.passes.finding.adds import between
+from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.graphs import is_metadata, number
+from rewire.passes.finding.record import tensors_of
+from rewire.torch_internals import pytree
+
+#: Of tensors whose shape a trace does not know.
+_TOKENS = (2, 5)
+
+
+def gradients(
+    flow: Flow,
+    starts: Mapping[Op, int],
+    ends: Sequence[Op],
+    width: int,
+    part: Callable[[Tensor], Tensor] = lambda x: x,
+    masked: bool = False,
+) -> list[list[Tensor | None]]:
+    """Of a random function of each end, for each start. What passes weights between them is held constant.
+
+    Args:
+        flow: holds the operations.
+        starts: operations, and how wide they are (in the last dimension) where the flow has no shapes.
+        ends: operations that are computed from them.
+        width: of all else, where the flow has no shapes.
+        part: of an end, what the function is of.
+        masked: what masks say that are computed elsewhere.
+
+    Returns:
+        For each end: for each start, a tensor of its shape, or None. Nothing at all if that cannot be run.
+    """
+    with torch.enable_grad(), seeded(0, flow.model):
+        run = _Run(flow, starts, width, masked)
+        try:
+            parts = [part(run.value(end)) for end in ends]
+            leaves = [*run.leaves.values()]
+            return [
+                [*torch.autograd.grad(x, leaves, torch.randn_like(x), retain_graph=True, allow_unused=True)]
+                for x in parts
+            ]
+        except Exception:  # on other numbers, and perhaps of other sizes, than the model's own
+            return []
+
+
+class _Run:
+    def __init__(self, flow: Flow, starts: Mapping[Op, int], width: int, masked: bool) -> None:
+        self.width, self.masked = width, masked
+        self.ops = {op.node: op for op in flow if op.node is not None}
+        self.starts = [*starts]
+        self.leaves = {op: self._random(op, width).requires_grad_() for op, width in starts.items()}
+        self.known: dict[Op, Any] = {op: leaf * 1 for op, leaf in self.leaves.items()}  # which may be written to
+
+    def value(self, end: Op) -> Any:
+        ways = frozenset().union(*(between(start, end) for start in self.starts))
+        for op in sorted(ways - self.known.keys(), key=lambda op: op.index):
+            self.known[op] = self._made(op)
+        return self.known[end]
+
+    def _made(self, op: Op) -> Any:
+        """What an operation makes of what is known."""
+        if op.weighted:
+            return self._random(op, self.width)
+        if op.node is not None:
+            return self._of_node(op.node)
+        if op.call is None:  # another tensor of this memory was written to
+            return self.known[op.inputs[0]]
+        function, args, kwargs = pytree.tree_map(self._argument, op.call)
+        result = function(*args, **kwargs)
+        return tensors_of(result if op.item >= 0 else (args, kwargs))[op.item if op.item >= 0 else ~op.item]
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Op):
+            return self.known[value] if value in self.known else self._random(value, self.width)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _of_node(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert node.op == "call_function" and callable(node.target), node.op
+        return node.target(*args, **kwargs)
+
+    def _value(self, node: fx.Node) -> Any:
+        """Of an argument: a tensor, or a number that is computed from sizes."""
+        known = self.ops.get(node)
+        if known is not None and not _is_size(node):
+            return self._argument(known)
+        size = node.meta.get("example_value", node.meta.get("val"))
+        return number(size) if isinstance(size, torch.SymInt) else self._of_node(node)
+
+    def _random(self, op: Op, width: int) -> Tensor:
+        """Random numbers in place of what an operation makes; of integers zeros."""
+        shape, dtype = op.shape or (*_TOKENS, width), op.dtype or torch.float32
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32, device="cpu")
+        return torch.full(shape, self.masked and dtype == torch.bool, dtype=dtype, device="cpu")
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node stands for sizes, or for what is computed from sizes alone."""
+    sources = node.all_input_nodes
+    return is_metadata(node) or (node.op == "call_function" and bool(sources) and all(map(_is_size, sources)))
