@@ -327,7 +327,7 @@ class _Follower(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
             return a.node
-        if a is None or isinstance(a, (bool, int, float, str)):
+        if a is None or a is ... or isinstance(a, (bool, int, float, str, torch.dtype)):
             return a
         if isinstance(a, torch.Tensor):
             name = self.tensors.get(id(a))

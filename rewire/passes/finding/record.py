@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
         if makes_alike(name):
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
-        call = pytree.tree_map_only(Tensor, self._op, (func, args, kwargs))
+        call = (func, self._told(args), self._told(kwargs))
         places = {id(t): ~n for n, t in enumerate(given)} | {id(t): n for n, t in enumerate(tensors_of(result))}
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
@@ -166,7 +166,7 @@ class Recorder(TorchFunctionMode):
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
             if name in ("getitem", "setitem"):
-                op.selected = pytree.tree_map_only(Tensor, self._op, (args[1],))
+                op.selected = (self._told(args[1]),)
             if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
                 op.selected = None
             if over:
@@ -224,6 +224,14 @@ class Recorder(TorchFunctionMode):
             known = self._new(tensor, "weight" if weight else "input", (), scope, None)
             known.constant, known.parameter = bool(weight), weight
         return known
+
+    def _told(self, value: Any) -> Any:
+        """Arguments, with operations for the tensors in them."""
+        if isinstance(value, Tensor):
+            return self._op(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._told, value))
+        return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
 
     def _ops(self, value: Any) -> list[Op]:
         return [self._op(tensor) for tensor in tensors_of(value)]
