@@ -21,10 +21,13 @@ def gpu_named(target: str | None) -> Any:
     """Triton's description of a GPU; None: the one that is here.
 
     Raises:
-        RewireError: there is none, or none of that name; or this build of PyTorch starts other kernels than there.
+        RewireError: there is none, or none of that name; this build of PyTorch starts other kernels than there; or
+            Triton is missing.
     """
-    from triton.backends.compiler import GPUTarget
-
+    try:
+        from triton.backends.compiler import GPUTarget
+    except ImportError as error:
+        raise RewireError("Triton, which compiles kernels, is not installed.") from error
     if target is None:
         if _driver() is None:
             raise RewireError("there is no GPU here: say for which kernels are compiled, as target='sm_90'.")
