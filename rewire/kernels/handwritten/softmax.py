@@ -136,7 +136,7 @@ def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
 def _filled_up(tensors: Sequence[Tensor], other: Tensor) -> list[Tensor]:
     """To a power of two, so that few kernels serve all numbers of them. What is filled in is not read."""
     missing = _power(len(tensors)) - len(tensors)
-    return [*tensors, *[other.as_strided((1,), (1,))] * missing] if missing else [*tensors]
+    return [*tensors, *[other.view(-1)[:1]] * missing] if missing else [*tensors]
 
 
 def _power(n: int) -> int:
