@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.copies import private, seeded
+from rewire.copies import own_inputs, private, seeded
 from rewire.diagnostics.observing import called, inputs_of
 from rewire.errors import RewireError, check_positive, check_type
 from rewire.kernels import ahead, switch
@@ -31,8 +31,8 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
 
     Args:
         model: a rewired model, on any device: the meta device, too. Not one that is sharded, wrapped or compiled.
-        batch: what the model is called with: a tensor, a tuple of args, a dict of kwargs, or a pair of both. None:
-            inputs that the pattern registry makes.
+        batch: what the model is called with: a tensor, a tuple of args, a dict of kwargs, or a pair of both; on any
+            device for a model on the meta device. None: inputs that the pattern registry makes.
         target: the GPU, as ``"sm_90"`` (H100) or ``"gfx942"``; None: the one that is here.
         jobs: how many kernels are compiled at once; None: one for each processor.
 
@@ -47,7 +47,7 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
 
     Example:
         >>> empty = copy.deepcopy(rewired).to("meta")
-        >>> rewire.precompile(empty, (x.to("meta"),), target="sm_90") > 0
+        >>> rewire.precompile(empty, (x,), target="sm_90") > 0
         True
     """
     check_type("model", model, nn.Module)
@@ -70,10 +70,10 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
 
 def _launches(model: nn.Module, batch: Any) -> list[Launch]:
     """Those of a step."""
-    inputs = inputs_of(model, batch)
-    if on_meta(model) and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    meta = on_meta(model)
+    if meta and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise RewireError("the meta device has no autocast: call rewire.precompile with the model on a CPU or a GPU.")
-    copy = private(model)
+    inputs, copy = own_inputs(inputs_of(model, batch), "meta" if meta else None), private(model)
     for parameter in copy.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_forget)

@@ -34,7 +34,7 @@ def rewired(topology: str) -> nn.Module:
 
 def ahead(topology: str) -> int:
     model = copy.deepcopy(rewired(topology)).to("meta")
-    return rewire.precompile(model, (token_ids(2, 8).to("meta"),) * 2, target=TARGET)
+    return rewire.precompile(model, (token_ids(2, 8),) * 2, target=TARGET)
 
 
 def step(topology: str) -> tuple[int, list[str]]:

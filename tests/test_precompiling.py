@@ -60,7 +60,7 @@ def test_without_it_all_are_compiled(tmp_path: Path) -> None:
 def test_all_devices_start_the_same(topology: str) -> None:
     model = rewire.compile(NanoGPT(depth=4), topology, example_inputs=(token_ids(),), validate=False)
     here = _launches(model, (token_ids(),) * 2)
-    there = _launches(copy.deepcopy(model).to("meta"), (token_ids().to("meta"),) * 2)
+    there = _launches(copy.deepcopy(model).to("meta"), (token_ids(),) * 2)
     numbers = [
         [(one.code.programs, dict(one.code.constants), {k: v for k, v in one.arguments.items() if type(v) is int})
          for one in launches]
@@ -140,4 +140,4 @@ def test_batches_that_do_not_fit(rewired: nn.Module) -> None:
 def test_the_meta_device_has_no_autocast(rewired: nn.Module) -> None:
     model = copy.deepcopy(rewired).to("meta")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(rewire.RewireError, match="no autocast"):
-        rewire.precompile(model, (token_ids().to("meta"),), target="sm_90")
+        rewire.precompile(model, (token_ids(),), target="sm_90")
