@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from rewire.passes.validating.tensors import tensors_in
 from rewire.runtime.connection import connections
 
 
-def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None, jobs: int | None = None) -> int:
+def precompile(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    target: str | None = None,
+    jobs: int | None = None,
+    compiled: bool = False,
+) -> int:
     """Compile the kernels that a step of a rewired model starts, so that its first step on a GPU compiles none.
 
     A copy of the model runs once, and its kernels are noted, not started: what it computes is meaningless. Forward and
@@ -35,6 +43,8 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
             device for a model on the meta device. None: inputs that the pattern registry makes.
         target: the GPU, as ``"sm_90"`` (H100) or ``"gfx942"``; None: the one that is here.
         jobs: how many kernels are compiled at once; None: one for each processor.
+        compiled: whether the whole model is to run under ``torch.compile``, where norms are not fused with reads, for
+            one: its graphs are traced, which takes as long as it does there.
 
     Returns:
         How many kernels there are, those that were in the cache included.
@@ -51,7 +61,7 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
         True
     """
     check_type("model", model, nn.Module)
-    for option, value, kind in (("target", target, str), ("jobs", jobs, int)):
+    for option, value, kind in (("target", target, str), ("jobs", jobs, int), ("compiled", compiled, bool)):
         if value is not None:
             check_type(option, value, kind)
     check_positive("jobs", jobs, like=8, optional=True)
@@ -62,14 +72,14 @@ def precompile(model: nn.Module, batch: Any = None, *, target: str | None = None
     if switch.INTERPRETED or not switch.ON:
         which = "TRITON_INTERPRET=1" if switch.ON else "REWIRE_KERNELS=off"
         raise RewireError(f"with {which} no kernels are compiled.")
-    gpu, launches = ahead.gpu_named(target), _launches(model, batch)
+    gpu, launches = ahead.gpu_named(target), _launches(model, batch, compiled)
     if not launches:
         raise RewireError(f"{name} starts no kernels: its trunks are plain or frozen, or its states float64.")
     return ahead.compiled(launches, gpu, jobs)
 
 
-def _launches(model: nn.Module, batch: Any) -> list[Launch]:
-    """Those of a step."""
+def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Launch]:
+    """Those of a step, of which nothing else counts."""
     meta = on_meta(model)
     if meta and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise RewireError("the meta device has no autocast: call rewire.precompile with the model on a CPU or a GPU.")
@@ -77,7 +87,11 @@ def _launches(model: nn.Module, batch: Any) -> list[Launch]:
     for parameter in copy.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_forget)
-    with noted() as launches, seeded(0, copy), torch.compiler.set_stance("force_eager"):
+    if compiled:
+        copy.compile(backend="aot_eager")
+    stance = "default" if compiled else "force_eager"
+    with noted() as launches, seeded(0, copy), torch.compiler.set_stance(stance), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         found = [x for x in tensors_in(called(copy, inputs, 0)) if x.requires_grad]
         if found:
             torch.autograd.backward(found, [torch.zeros_like(x) for x in found])

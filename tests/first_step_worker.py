@@ -1,6 +1,6 @@
 """Two processes of tests/test_precompiling.py: one compiles kernels ahead, one makes a step on what seems to be a GPU.
 
-    python first_step_worker.py ahead|step TOPOLOGY...
+    python first_step_worker.py ahead|step eager|compiled TOPOLOGY...
 
 Prints for each topology as JSON: how many kernels `precompile` counts; or how many the step asks Triton for, and the
 names of those that were not in its cache.
@@ -32,12 +32,12 @@ def rewired(topology: str) -> nn.Module:
     return rewire.compile(model, topology, example_inputs=(token_ids(2, 8),) * 2, validate=False)
 
 
-def ahead(topology: str) -> int:
+def ahead(topology: str, compiled: bool) -> int:
     model = copy.deepcopy(rewired(topology)).to("meta")
-    return rewire.precompile(model, (token_ids(2, 8),) * 2, target=TARGET)
+    return rewire.precompile(model, (token_ids(2, 8),) * 2, target=TARGET, compiled=compiled)
 
 
-def step(topology: str) -> tuple[int, list[str]]:
+def step(topology: str, compiled: bool) -> tuple[int, list[str]]:
     """Triton starts the kernels itself, on real addresses; what it would give to a GPU is dropped."""
     asked: list[Any] = []
 
@@ -46,6 +46,8 @@ def step(topology: str) -> tuple[int, list[str]]:
 
     knobs.compilation.listener = listen
     model, ids = rewired(topology), token_ids(2, 8)
+    if compiled:
+        model.compile()
     _, loss = model(ids, ids)
     loss.backward()
     return len(asked), [name for name, hit in asked if not hit]
@@ -68,7 +70,8 @@ def seem_to_have_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    _, what, *topologies = sys.argv
+    _, what, how, *topologies = sys.argv
     if what == "step":
         seem_to_have_a_gpu()
-    print(json.dumps({topology: {"ahead": ahead, "step": step}[what](topology) for topology in topologies}))
+    run = {"ahead": ahead, "step": step}[what]
+    print(json.dumps({topology: run(topology, how == "compiled") for topology in topologies}))

@@ -28,12 +28,12 @@ def rewired() -> nn.Module:
     return rewire.compile(NanoGPT(), "ancre-ingoing", example_inputs=(token_ids(),), validate=False)
 
 
-def in_a_process(folder: Path, what: str, *topologies: str) -> dict[str, object]:
+def in_a_process(folder: Path, what: str, how: str, *topologies: str) -> dict[str, object]:
     here = Path(__file__).parent
     caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "REWIRE_CACHE_DIR": str(folder / "rewire")}
     path = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
     done = subprocess.run(
-        [sys.executable, str(here / "first_step_worker.py"), what, *topologies],
+        [sys.executable, str(here / "first_step_worker.py"), what, how, *topologies],
         env={**os.environ, **caches, **path}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -41,18 +41,26 @@ def in_a_process(folder: Path, what: str, *topologies: str) -> dict[str, object]
     return found
 
 
-@pytest.mark.parametrize("topologies", [SMALL, pytest.param(EVERY_KERNEL, marks=pytest.mark.slow)], ids=["few", "all"])
-def test_a_first_step_compiles_nothing(tmp_path: Path, topologies: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("how", "topologies"),
+    [
+        ("eager", SMALL),
+        pytest.param("eager", EVERY_KERNEL, marks=pytest.mark.slow),
+        pytest.param("compiled", ("ancre-ingoing", "hc-dynamic"), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "compiled"],
+)
+def test_a_first_step_compiles_nothing(tmp_path: Path, how: str, topologies: tuple[str, ...]) -> None:
     """In another process, in which Triton's own launcher asks for kernels; the first was on the meta device."""
     first, *_ = topologies
-    counts = in_a_process(tmp_path, "ahead", *topologies)
-    asked = in_a_process(tmp_path, "step", *topologies)
+    counts = in_a_process(tmp_path, "ahead", how, *topologies)
+    asked = in_a_process(tmp_path, "step", how, *topologies)
     assert {topology: missed for topology, (_, missed) in asked.items()} == {key: [] for key in topologies}
     assert asked[first][0] == counts[first]  # neither more: others share some of their kernels with it
 
 
 def test_without_it_all_are_compiled(tmp_path: Path) -> None:
-    ((count, missed),) = in_a_process(tmp_path, "step", "hc-static").values()
+    ((count, missed),) = in_a_process(tmp_path, "step", "eager", "hc-static").values()
     assert count == len(missed) > 0
 
 

@@ -50,6 +50,8 @@ class Launch(NamedTuple):
 
 #: Where launches are noted, in place of being started.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
+#: How many threads do so.
+_anywhere = 0
 
 
 @contextlib.contextmanager
@@ -59,18 +61,21 @@ def noted() -> Iterator[list[Launch]]:
     Mixes of all devices go the way of a GPU's, those of the meta device, too. (A kernel that has run on these tensors
     before is started, on a GPU.)
     """
+    global _anywhere
     launches: list[Launch] = []
     token = _noted.set(launches)
+    _anywhere += 1
     try:
         with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward is in this thread, too
             yield launches
     finally:
+        _anywhere -= 1
         _noted.reset(token)
 
 
 def noting() -> bool:
-    """Whether kernels are noted."""
-    return not torch.compiler.is_compiling() and _noted.get(None) is not None
+    """Whether kernels are noted. torch.compile asks what it can guard: whether they are in any thread."""
+    return _anywhere > 0 and (torch.compiler.is_compiling() or _noted.get(None) is not None)
 
 
 def _without_memory(x: Tensor) -> Tensor:
