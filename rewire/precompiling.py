@@ -34,8 +34,8 @@ def precompile(
     it that have the same versions of rewire, PyTorch and Triton.
 
     Kernels depend on widths, dtypes and strides, and on the number of tokens as far as few are summed by fewer
-    programs: give a batch of the size that is to run. On the meta device it costs nothing:
-    ``copy.deepcopy(model).to("meta")``.
+    programs: give a batch of the size that is to run. On the meta device it costs nothing, if the model's forward asks
+    for no values: ``copy.deepcopy(model).to("meta")``.
 
     Args:
         model: a rewired model, on any device: the meta device, too. Not one that is sharded, wrapped or compiled.
