@@ -74,7 +74,7 @@ def precompile(
         raise RewireError(f"with {which} no kernels are compiled.")
     gpu, launches = ahead.gpu_named(target), _launches(model, batch, compiled)
     if not launches:
-        raise RewireError(f"{name} starts no kernels: its trunks are plain or frozen, or its states float64.")
+        raise RewireError(f"{name} starts no kernels: its trunks are plain, or its states float64.")
     return ahead.compiled(launches, gpu, jobs)
 
 
