@@ -10,12 +10,9 @@ results (views and allocations cost nothing). Branches cost nothing here: they a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import traffic
@@ -25,9 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
-from rewire.mixes import claimed, gating, mix, several, streams, tokens
 from rewire.mixes.again import units_left
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
@@ -116,16 +111,6 @@ class Branch(torch.autograd.Function):
         return tuple(torch.empty_like(grad) for _ in range(ctx.inputs))
 
 
-@contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Tensors without storage go the way of a GPU's."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(switch, "uses_kernels", lambda x: x.dtype in switch.DTYPES))
-        for module in (claimed, gating, mix, several, streams, tokens):
-            stack.enter_context(mock.patch.object(module, "left_to_autograd", return_value=False))
-        yield
-
-
 def run(topology: Topology[Any], weights: Any, dims: Dims, x: Tensor) -> Tensor:
     """The trunk's output."""
     states = topology.start(x, weights)
@@ -155,22 +140,20 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     x = torch.empty(1, ROWS, COLS, dtype=DTYPE, device="meta", requires_grad=True)
     kept: dict[int, Tensor] = {}
     counts = {}
-    with as_on_a_gpu():
+    with noted():  # on the meta device, as on a GPU
         weights = topology.weights(parameters, dims)
-        with (
-            noted() as launches,
-            Counter() as counter,
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t: kept.setdefault(storage(t), t) is None or t, lambda t: t
-            ),
-        ):
-            out = run(topology, weights, dims, x)
-        kernels = launches
-        counts["forward"], names = count(launches, counter, depth), {"forward": counter.by_name}
-        saved = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= ROWS)
-        with noted() as launches, Counter() as counter:
-            out.backward(torch.empty_like(out))
-        counts["backward"], names["backward"] = count(launches, counter, depth), counter.by_name
+    with (
+        noted() as launches,
+        Counter() as counter,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(storage(t), t) is None or t, lambda t: t),
+    ):
+        out = run(topology, weights, dims, x)
+    kernels = launches
+    counts["forward"], names = count(launches, counter, depth), {"forward": counter.by_name}
+    saved = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= ROWS)
+    with noted() as launches, Counter() as counter:
+        out.backward(torch.empty_like(out))
+    counts["backward"], names["backward"] = count(launches, counter, depth), counter.by_name
     found = {way: one._asdict() for way, one in counts.items()} | {"saved": saved / state() / depth}
     return found | {"names": names, "kernels": kernels + launches}
 

@@ -39,6 +39,7 @@ from rewire.passes.editing.fusions import fusions
 from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.pipeline import pipeline_cache, pipeline_stage
+from rewire.precompiling import precompile
 from rewire.reporting.page import report
 from rewire.runtime.connection import coefficients, connections, parallelize
 from rewire.saving.folder import load, save
@@ -112,6 +113,7 @@ __all__ = [
     "pipeline_cache",
     "pipeline_stage",
     "plot",
+    "precompile",
     "register_initializer",
     "register_pattern",
     "register_topology",

@@ -105,6 +105,7 @@ ROOMS = {
         "logs.py",
         "pipeline.py",
         "placement.py",
+        "precompiling.py",
         "registry.py",
         "titan.py",
         "torch_internals.py",

@@ -48,19 +48,42 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
 
-#: Where launches on tensors without storage are noted.
+#: Where launches are noted, in place of being started.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
+#: How many threads do so.
+_anywhere = 0
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """The launches on tensors of the meta device, in turn: they are noted, not started."""
+    """The launches of this thread, in turn: they are noted, not started, and leave results as memory was.
+
+    Mixes of all devices go the way of a GPU's, those of the meta device, too. (A kernel that has run on these tensors
+    before is started, on a GPU.)
+    """
+    global _anywhere
     launches: list[Launch] = []
     token = _noted.set(launches)
+    _anywhere += 1
     try:
-        yield launches
+        with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward is in this thread, too
+            yield launches
     finally:
+        _anywhere -= 1
         _noted.reset(token)
+
+
+def noting() -> bool:
+    """Whether kernels are noted. torch.compile asks what it can guard: whether they are in any thread."""
+    return _anywhere > 0 and (torch.compiler.is_compiling() or _noted.get(None) is not None)
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    """What a launch depends on of a tensor, beside its strides: dtype, size of the memory, which addresses are even."""
+    if x.is_meta:
+        return x
+    first = x.data_ptr() % 16 // x.itemsize
+    return torch.empty(first + x.untyped_storage().nbytes() // x.itemsize, dtype=x.dtype, device="meta")[first:]
 
 
 class Part(NamedTuple):
@@ -155,25 +178,22 @@ class Kernel:
         return Launch(self.code, tensors | self.numbers)
 
     def start(self, used: Sequence[Tensor]) -> None:
-        """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
-        jit: Any = None
-        if self.device.type != "meta":
-            _check_memory(used)
-            jit = self.code.jit()
-        compiled = self._by_triton(jit, used)
+        """Through Triton, which compiles what it does not know; or it is noted."""
+        launches, meta = _noted.get(None), self.device.type == "meta"
+        if not math.prod(self.code.programs):  # there are no elements
+            return
+        if launches is not None:
+            launches.append(self.launch([_without_memory(x) for x in used]))
+        if launches is not None or meta:
+            return
+        _check_memory(used)
+        jit = self.code.jit()
+        with on(self.device):
+            compiled = jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
             self.compiled[aligned] = self._direct(launcher(compiled, self.code.programs), jit.arg_names)
-
-    def _by_triton(self, jit: Any, used: Sequence[Tensor]) -> Any:
-        """What Triton compiled; on the meta device, the launch is only noted."""
-        if self.device.type == "meta":
-            _noted.get([]).append(self.launch(used))
-        elif math.prod(self.code.programs):  # else there are no elements
-            with on(self.device):
-                return jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
-        return None
 
     def _direct(self, runner: Callable[..., None], parameters: Sequence[str]) -> Callable[[tuple[int, ...]], None]:
         """Triton's launcher of a compiled kernel, given pointers: they take their places among the other arguments."""

@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor
 
+from rewire.kernels.kernel import noting
 from rewire.torch_internals import in_dispatch_mode
 
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
@@ -19,11 +20,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` run as Triton kernels.
+    """Whether mixes of tensors like ``x`` run as Triton kernels, or would on a GPU and are noted.
 
     Not in an exported program, which is run where there is no rewire.
     """
-    here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+    here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or noting())
     return here and x.dtype in DTYPES and not torch.compiler.is_exporting()
 
 

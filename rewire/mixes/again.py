@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rewire.attributes import NORM, RECIPE
 from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
-from rewire.torch_internals import in_function_mode, saved_tensor_hooks, writes_to
+from rewire.torch_internals import in_function_mode, memory_of, saved_tensor_hooks, writes_to
 
 #: Of how many sources sums are made again at most: what that costs grows with their number, what it spares does not.
 FEW = 32
@@ -273,16 +273,17 @@ class _Region:
         self.function = function.forward if isinstance(function, nn.Module) else function  # hooks would see it twice
         self.x, self.size, self.learns = Saved(x.detach()), x.numel(), x.requires_grad
         self.others = [(Saved(other.detach()), other.requires_grad) for other in others]
-        self.memory, self.used = x.untyped_storage().data_ptr(), set[int]()
-        self.memories = {other.untyped_storage().data_ptr() for other in others}
+        self.memory, self.used = memory_of(x), set[int]()
+        self.memories = {memory_of(other) for other in others}
         kind = x.device.type
-        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        there = torch.amp.is_autocast_available(kind)  # not on the meta device
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if there else None
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.kept = list[Saved]()
         self.made: dict[int, Tensor] = {}
 
     def pack(self, x: Tensor) -> Saved | int:
-        memory = x.untyped_storage().data_ptr()
+        memory = memory_of(x)
         if x.numel() < self.size or memory == self.memory or memory in self.memories:
             self.used |= {memory} & self.memories
             return _packed(x)
@@ -324,14 +325,14 @@ class _Region:
         """What the operations return, and the large tensors that they save."""
         found: list[Tensor] = []
         x = x.detach().requires_grad_(self.learns)
-        known = {y.untyped_storage().data_ptr() for y in (x, *others)}
+        known = {memory_of(y) for y in (x, *others)}
 
         def keep(saved: Tensor) -> None:
-            if saved.numel() >= self.size and saved.untyped_storage().data_ptr() not in known:
+            if saved.numel() >= self.size and memory_of(saved) not in known:
                 found.append(saved.data)  # detached, it would hold the graph that holds these hooks
 
-        kind, dtype, on = self.autocast
+        autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)
-        with torch.enable_grad(), torch.autocast(kind, dtype, on), hooks:
+        with torch.enable_grad(), autocast, hooks:
             result = self.function(x, *others)
         return result.detach(), found

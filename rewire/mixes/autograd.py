@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
+from rewire.kernels.kernel import noting
 from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, is_followed, under_functorch
 
 _THREAD = threading.local()
@@ -31,7 +32,7 @@ def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
         return not (switch.opaque(x) if static else switch.uses_kernels(x))
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
-        or not (x.is_cuda or x.is_cpu)
+        or not (x.is_cuda or x.is_cpu or noting())
         or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))  # soon told, where a call counts
         or _transforms()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -45,7 +46,7 @@ def by_product(x: Tensor) -> bool:
     """
     if torch.is_grad_enabled() or not exact_products(x) or x.numel() > _FEW:
         return False
-    if switch.INTERPRETED or getattr(_THREAD, "plainly", False):
+    if switch.INTERPRETED or noting() or getattr(_THREAD, "plainly", False):
         return False
     return not (is_followed() or torch.is_autocast_enabled("cpu"))
 

@@ -202,6 +202,20 @@ class TestKernels:
             wanted = second()
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
+    @pytest.mark.parametrize("count", [1, 5, 8, 70])
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_softmax_of_any_number(self, count: int, begun: bool) -> None:
+        """Kernels are for powers of two; those of many have fewer rows."""
+        earlier, *scores = torch.randn(1 + count, 150, generator=torch.Generator().manual_seed(4)).unbind()
+        before = torch.stack([earlier, torch.full_like(earlier, 2.0)]) if begun else None  # two of that score
+        shares, (largest, divisor) = operators.softmax(scores, before, count)
+        seen = torch.stack([*scores, earlier, earlier] if begun else scores).double()
+        wanted = count * seen.softmax(0)
+        torch.testing.assert_close(shares[begun:].double(), wanted[:count], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(largest, seen.amax(0).float())
+        total = (seen - seen.amax(0)).exp().sum(0) / count
+        torch.testing.assert_close(divisor.double(), total, rtol=1e-5, atol=1e-6)
+
     @pytest.mark.parametrize("count", [3, 18])
     def test_rows_of_several_programs(self, count: int) -> None:
         """Each program has a part of the columns, and so of the products; kernels are chained for many reads."""

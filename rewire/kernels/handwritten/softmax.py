@@ -15,18 +15,28 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata, row_stride
 from rewire.kernels.kernel import MOST_KEPT, Fitted, Kernel, by_hand
 
-#: Rows of a program that holds a few numbers for each.
-ROWS = 128
+#: Rows of a program that holds a few numbers for each, and how many numbers one holds where there are many.
+ROWS, HELD = 128, 8192
 #: Rows and columns of a tile of states.
 TILE = (16, 128)
 
 
-@triton.jit(do_not_specialize=["rows", "begun_stride", "count"])
+@triton.jit
+def _one_of(tensors, which, N: tl.constexpr):
+    """Where the tensors begin that are asked for: chosen as numbers, as AMD's GPUs do not choose among pointers."""
+    address = which.to(tl.int64) * 0
+    for i in tl.static_range(N):
+        address = tl.where(which == i, tensors[i].to(tl.int64), address)
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit(do_not_specialize=["n", "rows", "begun_stride", "count"])
 def softmax_forward(
-    scores,  # N x float32 [rows]
+    scores,  # N x float32 [rows], of which n are read
+    n,
     begun,  # float32 [2, rows]: the largest of earlier scores, the sum of their numerators
     begun_stride,
-    shares,  # float32 [BEGUN + N, rows]
+    shares,  # float32 [BEGUN + n, rows]
     statistics,  # float32 [2, rows]
     rows,
     count,
@@ -36,27 +46,26 @@ def softmax_forward(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, N)[:, None]
     inside = row < rows
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    known = (i < n) & inside[None, :]
+    s = tl.load(_one_of(scores, i, N) + row[None, :], mask=known, other=0.0)  # [N, BLOCK]
+    s = tl.where(i < n, s, float("-inf"))
+    largest = tl.max(s, 0)
     if BEGUN:
-        largest = tl.load(begun + row, mask=inside, other=0.0)
-    for i in tl.static_range(N):
-        largest = tl.maximum(largest, tl.load(scores[i] + row, mask=inside, other=0.0))
-    divisor = tl.zeros([BLOCK], tl.float32)
-    factor = divisor
+        before = tl.load(begun + row, mask=inside, other=0.0)
+        largest = tl.maximum(largest, before)
+    e = tl.exp(s - largest[None, :])
+    divisor = tl.sum(e, 0)
     if BEGUN:
-        factor = tl.exp(tl.load(begun + row, mask=inside, other=0.0) - largest)
-        divisor = factor * tl.load(begun + (begun_stride.to(tl.int64) + row), mask=inside, other=1.0)
-    for i in tl.static_range(N):
-        divisor += tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
+        factor = tl.exp(before - largest)
+        divisor += factor * tl.load(begun + (begun_stride.to(tl.int64) + row), mask=inside, other=1.0)
     if DIVIDED:
         divisor = tl.div_rn(divisor, tl.zeros([BLOCK], tl.float32) + count)
+        e = tl.div_rn(e, tl.broadcast_to(divisor[None, :], [N, BLOCK]))
     if BEGUN:
         tl.store(shares + row, tl.div_rn(factor, divisor) if DIVIDED else factor, mask=inside)
-    for i in tl.static_range(N):
-        e = tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
-        place = shares + ((BEGUN + i) * rows.to(tl.int64) + row)
-        tl.store(place, tl.div_rn(e, divisor) if DIVIDED else e, mask=inside)
+    tl.store(shares + ((BEGUN + i) * rows.to(tl.int64) + row[None, :]), e, mask=known)
     tl.store(statistics + row, largest, mask=inside)
     tl.store(statistics + (rows + row), divisor, mask=inside)
 
@@ -91,9 +100,9 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def shares_kernel(
-    scores,  # M x float32 [N, rows]
-    tallies,  # N x float32 [3, rows]
-    shares,  # float32 [M + 1, N, rows]: of each state, and the means that the tallies end with
+    scores,  # M x float32 [reads, rows]
+    tallies,  # N x float32 [3, rows], the first ones of the reads
+    shares,  # float32 [M + 1, reads, rows]: of each state, and the means that the tallies end with
     rows,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -101,15 +110,16 @@ def shares_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    for read in tl.static_range(N):
-        largest = tl.load(tallies[read] + row, mask=inside, other=0.0)
-        divisor = tl.load(tallies[read] + (rows.to(tl.int64) + row), mask=inside, other=1.0)
-        for state in tl.static_range(M):
-            s = tl.load(scores[state] + (read * rows.to(tl.int64) + row), mask=inside, other=0.0)
-            place = shares + ((state * N + read) * rows.to(tl.int64) + row)
-            tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
-        mean = tl.load(tallies[read] + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
-        tl.store(shares + ((M * N + read) * rows.to(tl.int64) + row), mean, mask=inside)
+    read, reads = tl.program_id(1), tl.num_programs(1)
+    tally = _one_of(tallies, read, N)
+    largest = tl.load(tally + row, mask=inside, other=0.0)
+    divisor = tl.load(tally + (rows.to(tl.int64) + row), mask=inside, other=1.0)
+    for state in tl.static_range(M):
+        s = tl.load(scores[state] + (read * rows.to(tl.int64) + row), mask=inside, other=0.0)
+        place = shares + ((state * reads + read) * rows.to(tl.int64) + row)
+        tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
+    mean = tl.load(tally + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
+    tl.store(shares + ((M * reads + read) * rows.to(tl.int64) + row), mean, mask=inside)
 
 
 def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
@@ -119,17 +129,30 @@ def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
     shares = like.new_empty((len(given) + (begun is not None), *like.shape))
     statistics = like.new_empty((2, *like.shape))
     fitted = _fitted_forward(metadata(shares), None if begun is None else begun.stride(0), count)
-    fitted((*given, statistics if begun is None else begun, shares, statistics))
+    fitted((*_filled_up(given, statistics), statistics if begun is None else begun, shares, statistics))
     return shares, statistics
+
+
+def _filled_up(tensors: Sequence[Tensor], other: Tensor) -> list[Tensor]:
+    """To a power of two, so that few kernels serve all numbers of them. What is filled in is not read."""
+    missing = _power(len(tensors)) - len(tensors)
+    return [*tensors, *[other.view(-1)[:1]] * missing] if missing else [*tensors]
+
+
+def _power(n: int) -> int:
+    """The next power of two, from 4 on."""
+    return 1 << max(2, (n - 1).bit_length())
 
 
 @functools.lru_cache(MOST_KEPT)
 def _fitted_forward(shares: Metadata, begun: int | None, count: int) -> Kernel:
     """``begun`` is the distance of its rows."""
     n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
-    constants = {"N": n, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": ROWS, "num_warps": 4}
-    numbers = {"rows": rows, "begun_stride": begun or 0, "count": max(1, count)}
-    return by_hand(softmax_forward, (-(-rows // ROWS),), shares.device, numbers, constants, scores=n)
+    most = _power(n)
+    block = max(16, min(ROWS, HELD // most))
+    constants = {"N": most, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": block, "num_warps": 4}
+    numbers = {"n": n, "rows": rows, "begun_stride": begun or 0, "count": max(1, count)}
+    return by_hand(softmax_forward, (-(-rows // block),), shares.device, numbers, constants, scores=most)
 
 
 def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
@@ -160,13 +183,15 @@ def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor,
     """
     given = [s.movedim(-1, 0).contiguous() for s in scores]
     result = given[0].new_empty((len(given) + 1, *given[0].shape))
-    _fitted_shares(metadata(result))((*given, *[t.contiguous() for t in tallies], result))
+    of_reads = _filled_up([t.contiguous() for t in tallies], result)
+    _fitted_shares(metadata(result))((*given, *of_reads, result))
     return result[:-1], result[-1]
 
 
 @functools.lru_cache(MOST_KEPT)
 def _fitted_shares(shares: Metadata) -> Kernel:
     states, reads, rows = shares.shape[0] - 1, shares.shape[1], math.prod(shares.shape[2:])
-    constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
-    several = {"scores": states, "tallies": reads}
-    return by_hand(shares_kernel, (-(-rows // ROWS),), shares.device, {"rows": rows}, constants, **several)
+    most = _power(reads)
+    constants = {"M": states, "N": most, "BLOCK": ROWS, "num_warps": 4}
+    several = {"scores": states, "tallies": most}
+    return by_hand(shares_kernel, (-(-rows // ROWS), reads), shares.device, {"rows": rows}, constants, **several)
