@@ -134,29 +134,36 @@ def loss_of(model: nn.Module, tokens: int) -> Tensor:
 
 
 def kept(model: nn.Module, tokens: int) -> tuple[float, float]:
-    """What lives between forward and backward, and the peak, in hidden states."""
-    loss_of(model, tokens).backward()
+    """What lives between forward and backward, and the peak, in hidden states: what twice the tokens have more."""
+    few, many = lives(model, tokens), lives(model, 2 * tokens)
+    state = tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator]
+    between, most = ((more - less) / state for less, more in zip(few, many, strict=True))
+    return between, most
+
+
+def lives(model: nn.Module, tokens: int) -> tuple[int, int]:
+    """Bytes that live between forward and backward, and at most."""
+    loss_of(model, tokens).backward()  # what is made once is there, and gradients of weights are
     with Peak() as counted:
         loss = loss_of(model, tokens)
-        lives = counted.bytes
+        between = counted.bytes
         loss.backward()
-    state = tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator]
-    return lives / state, counted.most / state
+    return between, counted.most
 
 
 def without_checkpointing(
     layers: int, layer_norms: bool, width: int = 512, tokens: int = 64
 ) -> tuple[float, list[dict[str, Any]]]:
     """What the plain model keeps, and what topologies keep more."""
-    lives, most = kept(llama(layers, width, False, layer_norms), tokens)
+    before, most = kept(llama(layers, width, False, layer_norms), tokens)
     rows = []
     for name, options in track(KEPT, "measuring"):
         # At the paper's start: a preserving one may leave out what is yet to be learned.
         model = llama(layers, width, False, layer_norms)
         rewired = rewire.compile(model, name, validate=False, start="paper", **options)
         more, peak = kept(rewired, tokens)
-        rows.append({"topology": name, "options": options, "kept": more - lives, "extra peak": peak - most})
-    return lives, rows
+        rows.append({"topology": name, "options": options, "kept": more - before, "extra peak": peak - most})
+    return before, rows
 
 
 def boundary(model: nn.Module) -> float:
