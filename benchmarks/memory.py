@@ -56,12 +56,15 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
 
 #: Topology with options, without checkpointing.
 KEPT: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("ancre-ingoing", "ancre-cascaded", "denseformer", "x0-lambdas", "unet", "fixed-scale")),
-    *((name, {}) for name in ("rezero", "layerscale", "residual-scale", "variance-gate", "gpas", "ddl", "orthogonal")),
-    *((name, {}) for name in ("laurel-rw", "laurel-lr", "laurel-pa", "grn-v1", "grn-v2")),
+    *((f"ancre-{way}", {}) for way in ("ingoing", "outgoing", "none", "constant", "cascaded")),
+    *((name, {}) for name in ("denseformer", "x0-lambdas", "unet", "fixed-scale", "rezero", "skipinit", "layerscale")),
+    *((name, {}) for name in ("residual-scale", "variance-gate", "gpas", "ddl", "orthogonal", "review")),
+    *((name, o) for name in ("laurel-lr", "laurel-pa") for o in ({}, {"total": 2.0})),
+    *((name, {}) for name in ("laurel-rw", "grn-v1", "grn-v2")),
+    *((name, {"block": 4}) for name in ("ancre-ingoing", "denseformer", "grn-v1")),
     *((name, o) for name in ("grn-v3", "dca", "muddformer", "attnres") for o in ({}, {"block": 4})),
     *(("attnres", {"qkv": True}), ("muddformer", {"norms": True})),
-    *((name, {}) for name in ("hc-static", "hc-dynamic", "mhc", "frac-hc", "two-lanes")),
+    *((name, {}) for name in ("hc-static", "hc-dynamic", "hc-gated", "mhc", "frac-hc", "multi-gate", "two-lanes")),
 ]
 
 
@@ -135,6 +138,7 @@ def loss_of(model: nn.Module, tokens: int) -> Tensor:
 
 def kept(model: nn.Module, tokens: int) -> tuple[float, float]:
     """What lives between forward and backward, and the peak, in hidden states: what twice the tokens have more."""
+    loss_of(model, tokens).backward()  # what is made once is there, and gradients of weights are
     few, many = lives(model, tokens), lives(model, 2 * tokens)
     state = tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator]
     between, most = ((more - less) / state for less, more in zip(few, many, strict=True))
@@ -143,7 +147,6 @@ def kept(model: nn.Module, tokens: int) -> tuple[float, float]:
 
 def lives(model: nn.Module, tokens: int) -> tuple[int, int]:
     """Bytes that live between forward and backward, and at most."""
-    loss_of(model, tokens).backward()  # what is made once is there, and gradients of weights are
     with Peak() as counted:
         loss = loss_of(model, tokens)
         between = counted.bytes
