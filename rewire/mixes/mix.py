@@ -396,11 +396,8 @@ def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None,
 
 @torch.no_grad()
 def _added(terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor]:
-    """The sum of terms without weights; with ``dtype``, as kernels make it, which round once."""
-    if dtype is None:
-        return (functools.reduce(torch.add, terms),)
-    precision = torch.promote_types(dtype, torch.float32)
-    return (functools.reduce(torch.add, [x.to(precision) for x in terms]).to(dtype),)
+    """The sum of terms without weights; with ``dtype``, as kernels make it."""
+    return (functools.reduce(torch.add, terms) if dtype is None else operators.mix((), None, (), terms, None, dtype),)
 
 
 def _saved(ctx: Any, grad: Tensor | None) -> Any:
