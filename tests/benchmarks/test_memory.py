@@ -118,3 +118,11 @@ def test_groups_of_eight(script: Any, name: str, most: float) -> None:
 @pytest.mark.slow
 def test_last_makes_few_sums(script: Any) -> None:
     assert script.measure("grn-v3", {"last": 4}, script.peak(script.llama()))["extra peak"] <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "streams"), [("hc-static", 4), ("hc-dynamic", 4), ("two-lanes", 2)])
+def test_checkpoints_keep_streams_alone(script: Any, name: str, streams: int) -> None:
+    """And not what the next layer reads of them: of each layer as many more as there are streams more than one."""
+    extra = script.measure(name, {}, script.peak(script.llama()))["extra peak"]
+    assert extra <= (streams - 1) * script.LAYERS + 14
