@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
-from rewire.torch_internals import (
-    in_forward_mode,
-    is_batch_of_gradients,
-    is_followed,
-    saved_tensor_hooks,
-    under_functorch,
-)
+from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, is_followed, under_functorch
 
 _THREAD = threading.local()
 #: Elements up to which copies of tensors cost less than calls.
@@ -66,11 +60,6 @@ def exact_products(x: Tensor) -> bool:
 def under_transforms() -> bool:
     """Whether functions of torch.func or forward-mode derivatives look on: they take no autograd functions of ours."""
     return not torch.compiler.is_compiling() and _transforms()
-
-
-def looked_after() -> bool:
-    """Whether somebody else looks after what is saved, as activation checkpointing does. Not for inside `sparing`."""
-    return not torch.compiler.is_compiling() and saved_tensor_hooks() is not None
 
 
 @contextlib.contextmanager

@@ -18,14 +18,14 @@ from torch import Tensor
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
 from rewire.mixes.again import norm_again, units_left
-from rewire.mixes.autograd import looked_after, passes
+from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
-from rewire.torch_internals import in_higher_order, pytree, writes_to
+from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, writes_to
 
 
 class Weights:
@@ -572,7 +572,9 @@ def _may_wait(x: Tensor) -> bool:
     That pays where a kernel computes it together with a norm. Not where somebody else looks after the tensors saved
     for backward, as activation checkpointing does: it would keep the branch's output along with the state.
     """
-    return uses_kernels(x) and not looked_after()
+    if not uses_kernels(x):
+        return False
+    return torch.compiler.is_compiling() or saved_tensor_hooks() is None
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:

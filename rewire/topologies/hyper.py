@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes.autograd import looked_after
 from rewire.mixes.gating import Gating, read_off_gates
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import (
@@ -337,7 +336,7 @@ class HyperConnections(ParallelStreams):
         return value, (streams, self.gates(weights.units[t].static, weights).write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
-        if t not in weights.steps or looked_after():  # a checkpoint would keep what is read beside the streams
+        if t not in weights.steps:
             return super().write(states, weights, t, *branches)
         return write_and_read(states[0], weights.steps[t], weights.units[t + 1].static[:, :1], branches)
 

@@ -121,8 +121,10 @@ def test_last_makes_few_sums(script: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "streams"), [("hc-static", 4), ("hc-dynamic", 4), ("two-lanes", 2)])
-def test_checkpoints_keep_streams_alone(script: Any, name: str, streams: int) -> None:
-    """And not what the next layer reads of them: of each layer as many more as there are streams more than one."""
+@pytest.mark.parametrize(
+    ("name", "kept", "most"), [("hc-static", 4 + 1, 12), ("hc-dynamic", 4, 10), ("two-lanes", 2 + 1, 6)]
+)
+def test_checkpoints_keep_streams(script: Any, name: str, kept: int, most: int) -> None:
+    """And what the next layer reads of them, where that is made with them; little comes on top."""
     extra = script.measure(name, {}, script.peak(script.llama()))["extra peak"]
-    assert extra <= (streams - 1) * script.LAYERS + 14
+    assert extra - (kept - 1) * script.LAYERS <= most
