@@ -1,13 +1,13 @@
 """Memory that topologies add: a Llama of 32 layers, one training step, with and without activation checkpointing.
 
-    python benchmarks/memory.py [--out FILE] [--autograd]
+    python benchmarks/memory.py [--out FILE]
     python benchmarks/memory.py --plain [--layers N] [--layer-norms] [--out FILE]
 
 Counted are the bytes of all tensors that live at once, at their most: every operator's results are followed until they
 are freed, in forward and backward. The plain model's peak is subtracted, and the rest is told in hidden states, what
 one layer's checkpoint keeps. Weights and their gradients are small beside these. Layers are units (block granularity).
-With ``--autograd`` the gradients of sums are autograd's, as in blocks that are compiled; otherwise they are computed by
-hand, as those of states of usual sizes are. *Boundary* is what the stream holds between the last two layers, which
+Gradients of sums are computed by hand, as those of states of usual sizes are, and once more by autograd, as in blocks
+that are compiled. *Boundary* is what the stream holds between the last two layers, which
 would cross a boundary of pipeline stages there.
 
 With ``--plain`` nothing is checkpointed, and *kept* is what lives between forward and backward. Few bytes for each
@@ -50,18 +50,23 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
     *((name, options) for name in ("ancre-ingoing", "denseformer") for options in GROUPS),
     *((name, options) for name in ("grn-v1", "grn-v2", "grn-v3", "dca") for options in (*GROUPS, {"last": 4})),
     *((name, options) for name in ("attnres", "muddformer") for options in GROUPS),
-    *((name, {}) for name in ("hc-dynamic", "mhc")),
+    *((name, {}) for name in ("hc-static", "hc-dynamic", "hc-gated", "mhc", "frac-hc", "multi-gate", "two-lanes")),
+    *((name, {}) for name in ("ancre-cascaded", "x0-lambdas", "unet", "rezero", "layerscale", "variance-gate", "gpas")),
+    *((name, {}) for name in ("ddl", "orthogonal", "review", "laurel-rw", "laurel-lr", "laurel-pa")),
 ]
 
 
 #: Topology with options, without checkpointing.
 KEPT: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("ancre-ingoing", "ancre-cascaded", "denseformer", "x0-lambdas", "unet", "fixed-scale")),
-    *((name, {}) for name in ("rezero", "layerscale", "residual-scale", "variance-gate", "gpas", "ddl", "orthogonal")),
-    *((name, {}) for name in ("laurel-rw", "laurel-lr", "laurel-pa", "grn-v1", "grn-v2")),
+    *((f"ancre-{way}", {}) for way in ("ingoing", "outgoing", "none", "constant", "cascaded")),
+    *((name, {}) for name in ("denseformer", "x0-lambdas", "unet", "fixed-scale", "rezero", "skipinit", "layerscale")),
+    *((name, {}) for name in ("residual-scale", "variance-gate", "gpas", "ddl", "orthogonal", "review")),
+    *((name, o) for name in ("laurel-lr", "laurel-pa") for o in ({}, {"total": 2.0})),
+    *((name, {}) for name in ("laurel-rw", "grn-v1", "grn-v2")),
+    *((name, {"block": 4}) for name in ("ancre-ingoing", "denseformer", "grn-v1")),
     *((name, o) for name in ("grn-v3", "dca", "muddformer", "attnres") for o in ({}, {"block": 4})),
     *(("attnres", {"qkv": True}), ("muddformer", {"norms": True})),
-    *((name, {}) for name in ("hc-static", "hc-dynamic", "mhc", "frac-hc", "two-lanes")),
+    *((name, {}) for name in ("hc-static", "hc-dynamic", "hc-gated", "mhc", "frac-hc", "multi-gate", "two-lanes")),
 ]
 
 
@@ -134,29 +139,36 @@ def loss_of(model: nn.Module, tokens: int) -> Tensor:
 
 
 def kept(model: nn.Module, tokens: int) -> tuple[float, float]:
-    """What lives between forward and backward, and the peak, in hidden states."""
-    loss_of(model, tokens).backward()
+    """What lives between forward and backward, and the peak, in hidden states: what twice the tokens have more."""
+    loss_of(model, tokens).backward()  # what is made once is there, and gradients of weights are
+    few, many = lives(model, tokens), lives(model, 2 * tokens)
+    state = tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator]
+    between, most = ((more - less) / state for less, more in zip(few, many, strict=True))
+    return between, most
+
+
+def lives(model: nn.Module, tokens: int) -> tuple[int, int]:
+    """Bytes that live between forward and backward, and at most."""
     with Peak() as counted:
         loss = loss_of(model, tokens)
-        lives = counted.bytes
+        between = counted.bytes
         loss.backward()
-    state = tokens * model.config.hidden_size * 4  # type: ignore[union-attr, operator]
-    return lives / state, counted.most / state
+    return between, counted.most
 
 
 def without_checkpointing(
     layers: int, layer_norms: bool, width: int = 512, tokens: int = 64
 ) -> tuple[float, list[dict[str, Any]]]:
     """What the plain model keeps, and what topologies keep more."""
-    lives, most = kept(llama(layers, width, False, layer_norms), tokens)
+    before, most = kept(llama(layers, width, False, layer_norms), tokens)
     rows = []
     for name, options in track(KEPT, "measuring"):
         # At the paper's start: a preserving one may leave out what is yet to be learned.
         model = llama(layers, width, False, layer_norms)
         rewired = rewire.compile(model, name, validate=False, start="paper", **options)
         more, peak = kept(rewired, tokens)
-        rows.append({"topology": name, "options": options, "kept": more - lives, "extra peak": peak - most})
-    return lives, rows
+        rows.append({"topology": name, "options": options, "kept": more - before, "extra peak": peak - most})
+    return before, rows
 
 
 def boundary(model: nn.Module) -> float:
@@ -173,8 +185,8 @@ def boundary(model: nn.Module) -> float:
     return sum(storages.values()) / (TOKENS * WIDTH * 4)
 
 
-def measure(name: str, options: dict[str, Any], plain_peak: float, start: Start = "preserve") -> dict[str, Any]:
-    model = rewire.compile(llama(), name, granularity="block", validate=False, start=start, **options)
+def measure(name: str, options: dict[str, Any], plain_peak: float, start: Start = "paper") -> dict[str, Any]:
+    model = rewired(name, options, start)
     return {
         "topology": name,
         "options": options,
@@ -183,16 +195,19 @@ def measure(name: str, options: dict[str, Any], plain_peak: float, start: Start 
     }
 
 
+def rewired(name: str, options: dict[str, Any], start: Start = "paper") -> Any:
+    return rewire.compile(llama(), name, granularity="block", validate=False, start=start, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/memory.json"))
-    parser.add_argument("--autograd", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--layer-norms", action="store_true")
     parser.add_argument("--layers", type=int, default=LAYERS)
     arguments = parser.parse_args()
+    plain.WORTHWHILE = 0  # elements from which on sums are computed by hand
     if arguments.plain:
-        plain.WORTHWHILE = 0
         lives, rows = without_checkpointing(arguments.layers, arguments.layer_norms)
         table = Table("topology", "kept", "extra peak")
         for row in rows:
@@ -204,16 +219,18 @@ def main() -> None:
             {"layers": arguments.layers, "layer norms": arguments.layer_norms, "plain": lives, "rows": rows},
         )
         return
-    plain.WORTHWHILE = sys.maxsize if arguments.autograd else 0  # elements from which on sums are computed by hand
     plain_peak = peak(llama())
     rows = [measure(*entry, plain_peak) for entry in track(TOPOLOGIES, "measuring")]
-    table = Table("topology", "extra peak", "boundary")
+    plain.WORTHWHILE = sys.maxsize
+    for row in track(rows, "with autograd's sums"):
+        row["with autograd's sums"] = peak(rewired(row["topology"], row["options"])) - plain_peak
+    table = Table("topology", *(columns := ("extra peak", "with autograd's sums", "boundary")))
     for row in rows:
-        table.add_row(label_of(row), f"{row['extra peak']:.1f}", f"{row['boundary']:.1f}")
+        table.add_row(label_of(row), *(f"{row[column]:.1f}" for column in columns))
     Console(width=120).print(table)
     result = {
         "model": f"Llama, {LAYERS} layers, width {WIDTH}, {TOKENS} tokens, float32, checkpointed, on a CPU",
-        "gradients of sums": "autograd" if arguments.autograd else "by hand",
+        "command": "python benchmarks/memory.py",
         "unit": "one hidden state of all tokens",
         "peak of the plain model": plain_peak,
         "rows": rows,

@@ -133,6 +133,12 @@ def fsdp_collectives() -> None:
         if mixed_precision is None:
             within = seen(shard(model, own_group=False))
             assert len(within.gathered) == len(plain.gathered) and len(within.reduced) == len(plain.reduced)
+    plain = seen(shard(checkpointed(Stack(PreNorm))))
+    torch.manual_seed(0)
+    model = checkpointed(mixed(Stack(PreNorm), "mhc"))
+    own = seen(shard(copy.deepcopy(model)))  # once more in backward, where the block that begins the stream runs again
+    assert len(own.gathered) == len(plain.gathered) + 2 and len(own.reduced) == len(plain.reduced) + 1
+    assert len(seen(shard(model, own_group=False)).gathered) == len(plain.gathered)
     model = make()
     expected = train(copy.deepcopy(model), batch(torch.float32))
     (connection,) = rewire.connections(model).values()
@@ -265,14 +271,18 @@ def fsdp_penalty() -> None:
     assert weight.grad is not None and bool(kept(weight.grad).any())
 
 
-def fsdp_checkpointed() -> None:
+def checkpointed(model: nn.Module) -> nn.Module:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = make()
-    expected = train(copy.deepcopy(model), batch(torch.float32))
     for number, layer in enumerate(model.layers):
         model.layers[number] = checkpoint_wrapper(layer)
-    gradients, weights = train(shard(model), mine(batch(torch.float32)))
+    return model
+
+
+def fsdp_checkpointed() -> None:
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    gradients, weights = train(shard(checkpointed(model)), mine(batch(torch.float32)))
     prefix = "._checkpoint_wrapped_module"
     compare(expected, tuple({n.replace(prefix, ""): v for n, v in d.items()} for d in (gradients, weights)), 1e-5)
 

@@ -137,6 +137,18 @@ def test_what_is_kept_without_checkpointing() -> None:
     assert shown == wanted
 
 
+def test_peaks_under_checkpointing() -> None:
+    found = json.loads((RESULTS / "memory.json").read_text())
+    page = (ROOT / "docs" / "scale.md").read_text().partition("## Memory")[2]
+    lines = [line for line in page.partition('\n"Autograd')[0].splitlines() if line.startswith("| `")]
+    wanted = []
+    for row in found["rows"]:
+        name = ", ".join([row["topology"], *(f"{option}={value}" for option, value in row["options"].items())])
+        wanted.append([name, *(f"{row[key]:.1f}" for key in ("extra peak", "with autograd's sums", "boundary"))])
+    assert [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines] == wanted
+    assert f"own peak is {found['peak of the plain model']:.0f} hidden states" in page
+
+
 def test_what_few_connections_cost() -> None:
     rows = {row["model"]: row for row in json.loads((RESULTS / "few.json").read_text())["rows"]}
     table = (ROOT / "docs" / "topologies.md").read_text().partition("| step, few |")[2].partition("\n\n")[0]

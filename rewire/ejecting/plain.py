@@ -86,18 +86,28 @@ def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 made_again = norm_again
 
 
+def keep_some(streams: Sequence[Tensor]) -> Sequence[Tensor]:
+    return streams
+
+
+def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    return merge(x, *branches)
+
+
 @dataclasses.dataclass(eq=False)
 class Mix:
     """A weighted sum that has not been computed yet.
 
     Attributes:
         sources, weights, scores, added: as in `mix`.
+        again: nothing here.
     """
 
     sources: tuple[Tensor, ...] = ()
     weights: Sequence[Tensor | float] | Tensor | None = None
     scores: tuple[Tensor, ...] = ()
     added: tuple[Tensor, ...] = ()
+    again: bool = False
 
     def value(self) -> Tensor:
         """The sum, [..., D]."""

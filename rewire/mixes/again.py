@@ -72,12 +72,14 @@ class _Once:
     __slots__ = ("__weakref__", "asked", "held", "make", "saved")
 
     def __init__(self, make: Recipe) -> None:
-        self.make, self.saved, self.asked = make, 0, 0
+        self.make: Recipe | None = make
+        self.saved = self.asked = 0
         self.held: Tensor | None = None
 
     def __call__(self, done: bool = False) -> Tensor:
         """The result. ``done``: autograd has asked for it as often as it was saved."""
-        made = self.make() if self.held is None else self.held
+        made = self.make() if self.held is None and self.make is not None else self.held
+        assert made is not None
         self.held = None if done or not self.saved else made
         return made
 
@@ -132,8 +134,18 @@ def spared(function: Callable[P, R]) -> Callable[P, R]:
 
 def is_sparing() -> bool:
     """Whether `sparing` is on; also in the forward of an autograd function."""
+    return _packing() is _packed
+
+
+def _packing() -> Any:
+    """What autograd calls with a tensor that it saves, if anything."""
     hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
-    return hooks is not None and hooks[0] is _packed
+    return None if hooks is None else hooks[0]
+
+
+def _remembers() -> bool:
+    """Whether recipes are asked for: while `sparing` is on, and in what is run to be made again."""
+    return is_sparing() or isinstance(getattr(_packing(), "__self__", None), _Region)
 
 
 def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
@@ -142,7 +154,7 @@ def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
     What made it in autograd's graph, ``ctx`` in the forward of a function, holds the recipe. Its memory does not: a
     detached ``x`` keeps nothing alive of what it was made of.
     """
-    if not is_sparing():
+    if not _remembers():
         return
     storage, node = x.untyped_storage(), x.grad_fn
     holds: Any = vars(ctx) if node is None and ctx is not None else getattr(node, "metadata", None)
@@ -150,6 +162,14 @@ def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
         once = recipe if isinstance(recipe, _Once) else _Once(recipe)
         holds.setdefault(RECIPE, []).append(once)
         setattr(storage, RECIPE, (weakref.ref(once), x.dtype, writes_to(x)))
+
+
+def _forget(x: Tensor) -> None:
+    """``x`` is kept, if nobody tells otherwise, and nothing for it that it was made of."""
+    recipe = recipe_of(x)
+    if recipe is not None:
+        recipe.make = None
+        delattr(x.untyped_storage(), RECIPE)
 
 
 def remember_sums(
@@ -163,7 +183,7 @@ def remember_sums(
 
     Sources that are made again themselves have to be kept for other reasons, too.
     """
-    if not is_sparing() or len(sources) > FEW:
+    if not _remembers() or len(sources) > FEW:
         return
     kept, fixed = [Saved(x.detach()) for x in sources], [None if w is None else Saved(w.detach()) for w in factors]
     ways = list[_Once]()
@@ -189,13 +209,21 @@ def units_left(count: int) -> Iterator[None]:
         _THREAD.left = before
 
 
-def _keeps_streams(left: int) -> bool:
-    """Whether streams are kept in front of the last ``left`` units: of 6, 16, 40, 64, ..
+def _keeps_streams() -> bool:
+    """Whether streams are kept here: outside `units_left`, and in front of the last units: of 6, 16, 40, 64, ..
 
     Backward makes streams between two of them again at once. It begins with few: the more units it has been through,
     the more memory it has freed.
     """
-    return left == 6 or left % 24 == 16
+    left = getattr(_THREAD, "left", None)
+    return left is None or left == 6 or left % 24 == 16
+
+
+def keep_some(streams: Sequence[Tensor]) -> Sequence[Tensor]:
+    """New streams; every few units they are kept, though mixes have told how they can be made again."""
+    for stream in streams if _keeps_streams() else ():
+        _forget(stream)
+    return streams
 
 
 def remember_written(
@@ -206,8 +234,7 @@ def remember_written(
     ctx: Any = None,
 ) -> None:
     """Tell that ``written`` is ``write(streams, branches)``, inside `units_left`; some are kept all the same."""
-    left = getattr(_THREAD, "left", None)
-    if left is None or _keeps_streams(left) or not is_sparing():
+    if _keeps_streams() or not is_sparing():
         return
     # Their recipe knows nothing of later units, whose graph would otherwise be held by that of earlier ones.
     before, kept = Saved(streams.detach()), [Saved(f.detach()) for f in branches]
@@ -245,6 +272,7 @@ def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Ten
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = merge(x, *branches)
         if region.settle():
+            _forget(result)  # what is to be made again may be a part of how a mix has told to make it
             remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result
 

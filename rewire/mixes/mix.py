@@ -80,6 +80,7 @@ class Mix:
         accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
         attended: with claims, what the sum is, if its scores are a softmax.
         tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.
+        again: of a sum of ``added`` alone, whether backward makes it again, as these are kept anyway.
     """
 
     sources: tuple[Tensor, ...] = ()
@@ -90,19 +91,24 @@ class Mix:
     accumulator: Tensor | None = None
     attended: Attended | None = None
     tallies: tuple[Tensor, ...] = ()
+    again: bool = False
 
     def value(self) -> Tensor:
         """The sum, [..., D]."""
         if not (self.sources or self.claims):
-            return functools.reduce(torch.add, self.added)
+            total = functools.reduce(torch.add, self.added)
+            if self.again:
+                with sparing(total):
+                    remember_sums([total], self.added, (), _added)
+            return total
         if len(self.claims) == 0:
             product = _product(self.sources, self.weights, self.scores, self.added)
             if product is not None:
                 return product
         if self._left_to_autograd():
             return _by_autograd(self.sources, self.weights, self.scores, self.added)
-        total: Tensor = self._computed(None)
-        return total
+        computed: Tensor = self._computed(None)
+        return computed
 
     def normed(
         self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
@@ -128,7 +134,8 @@ class Mix:
             fixed = _Fixed(kind, self.sources, self.weights, self.accumulator, self.attended)
         else:
             weights = () if self.weights is None else (self.weights,)
-            given, fixed = _Terms(self.sources, weights, self.scores, added, (), scale, ()), _Fixed(kind)
+            given = _Terms(self.sources, weights, self.scores, added, (), scale, ())
+            fixed = _Fixed(kind, again=self.again)
         with sparing(self._like):
             return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *itertools.chain.from_iterable(given))
 
@@ -298,6 +305,7 @@ class _Fixed(NamedTuple):
     Attributes:
         norm: which, and its eps.
         sources, weights, accumulator, attended: of a mix with claims, as in `Mix`.
+        again: as there.
     """
 
     norm: tuple[NormKind, float] | None
@@ -305,6 +313,7 @@ class _Fixed(NamedTuple):
     weights: Tensor | None = None
     accumulator: Tensor | None = None
     attended: Attended | None = None
+    again: bool = False
 
 
 class _Sum(torch.autograd.Function):
@@ -317,7 +326,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
         counts, fixed, *tensors = given
         sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
-        norm, constants, weight, accumulator, ctx.attended = fixed
+        norm, constants, weight, accumulator, ctx.attended, again = fixed
         ctx.counts, ctx.norm = counts, norm
         statistics = () if ctx.attended is None else (ctx.attended.statistics,)
         sources, weight = constants or sources, weights[0] if weights else weight
@@ -331,7 +340,9 @@ class _Sum(torch.autograd.Function):
             total, after, rstd = operators.mix_norm(
                 sources, weight, scores, added, accumulator, dtype, kind, scale[0], bias, eps
             )
-            if not added and accumulator is None:
+            if again:
+                remember_sums([total], added, (), functools.partial(_added, dtype=dtype), ctx)
+            elif not added and accumulator is None:
                 remember_sums([total], sources, (weight, *scores), functools.partial(_again, dtype), ctx)
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
@@ -381,6 +392,12 @@ def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None,
     if switch.opaque(sources[0]):
         return (operators.mix(sources, weight, scores, (), None, dtype),)
     return (plain.combine(sources, weight, (), scores),)
+
+
+@torch.no_grad()
+def _added(terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor]:
+    """The sum of terms without weights; with ``dtype``, as kernels make it."""
+    return (functools.reduce(torch.add, terms) if dtype is None else operators.mix((), None, (), terms, None, dtype),)
 
 
 def _saved(ctx: Any, grad: Tensor | None) -> Any:

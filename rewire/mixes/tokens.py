@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
+from rewire.mixes.again import spared
 from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.claims import added_up, by_read, claim_on
 
@@ -52,6 +53,7 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return read_off(x, weight, eps)[0]
 
 
+@spared
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """`project`, or with ``eps`` `project_normed`; and ``x``, as the next read is to take it.
 

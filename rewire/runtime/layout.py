@@ -77,6 +77,11 @@ class Layout:
         assert recurrence is not None
         return recurrence
 
+    @property
+    def keeps_branches(self) -> bool:
+        """Whether backward keeps what branches return: sums inside a unit are then made again of that."""
+        return hasattr(getattr(self.topology, "merge", None), "repeatable")
+
     def makes_state(self, site: int) -> bool:
         """Whether the operations behind a site make a state of the topology's, rather than what a branch reads next."""
         return self.closes_unit(site) and as_recurrence(self.topology) is not None

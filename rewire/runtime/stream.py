@@ -218,7 +218,8 @@ class Stream(TensorLike):
             unit = layout.units[self.position - 1]
             return layout.recurrence.merge(self.states, self.weights.value, unit, *held.branches), self.states
         if isinstance(held, Reading):
-            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts), self.states
+            single = len(held.parts) == 1
+            return held.parts[0] if single else Mix(added=held.parts, again=layout.keeps_branches), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")

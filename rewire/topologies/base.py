@@ -281,7 +281,7 @@ class Topology(ABC, Generic[W]):
 
 
 def repeatable(merge: Any) -> Any:
-    """Tell that a `FirstOrder.merge` makes the same of the same, and is cheap: backward may make the state again."""
+    """Tell that a `Recurrence.merge` makes the same of the same, and is cheap: backward may make the state again."""
     merge.repeatable = True
     return merge
 
@@ -309,7 +309,14 @@ class Recurrence(Topology[W]):
         """States after ``x`` became ``x_t``."""
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
+        if not hasattr(self.merge, "repeatable"):
+            return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
+        before = len(states) - 1
+
+        def merge(x: Tensor, *others: Tensor) -> Tensor:
+            return materialize(self.merge((*others[:before], x), weights, t, *others[before:]))
+
+        return self.push(states, weights, t, merged_again(merge, states[-1], (*states[:-1], *branches)))
 
 
 def as_recurrence(topology: Topology[W]) -> Recurrence[W] | None:
@@ -325,15 +332,6 @@ class FirstOrder(Recurrence[W]):
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
         return (x,)
-
-    def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        if not hasattr(self.merge, "repeatable"):
-            return super().write(states, weights, t, *branches)
-
-        def merge(x: Tensor, *branches: Tensor) -> Tensor:
-            return materialize(self.merge((x,), weights, t, *branches))
-
-        return self.push(states, weights, t, merged_again(merge, states[0], branches))
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)

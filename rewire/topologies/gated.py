@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.mixes.again import made_again, sparing
 from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
@@ -140,11 +141,16 @@ class GatedHyperConnections(Topology[Named]):
         return torch.ones(size, size, device=weights["norm"].device).tril()
 
     def _read(self, streams: Tensor, weights: Named, number: int) -> tuple[Tensor, Tensor]:
-        """A read, and x."""
-        n = self.streams
-        normed = rms_norm(streams, self.norm_eps) * (1 + weights["norm"][number])
-        vector = normed.flatten(-2)
-        hidden = torch.nn.functional.silu(project(vector, weights["down"][number]) / n)
-        gates = torch.sigmoid(project(hidden, weights["up"][number])).unflatten(-1, (n, -1))
-        values, factor = (normed, 1 / n) if self.reads == "normed" else (streams, 2 / n)
-        return (gates * values).sum(-2).mul(factor).to(streams.dtype), vector
+        """A read, and x. Backward makes again all that is as large as the streams."""
+        n, scale, up, dtype = self.streams, 1 + weights["norm"][number], weights["up"][number], streams.dtype
+        with sparing(streams):
+            normed = made_again(lambda streams: rms_norm(streams, self.norm_eps) * scale, streams)
+            vector = normed.flatten(-2)
+            hidden = torch.nn.functional.silu(project(vector, weights["down"][number]) / n)
+            values, factor = (normed, 1 / n) if self.reads == "normed" else (streams, 2 / n)
+
+            def read(values: Tensor) -> Tensor:
+                gates = torch.sigmoid(project(hidden, up)).unflatten(-1, (n, -1))
+                return (gates * values).sum(-2).mul(factor).to(dtype)
+
+            return made_again(read, values), vector

@@ -20,6 +20,7 @@ from rewire.topologies.base import (
     check_choice,
     check_count,
     no_preserving_start,
+    repeatable,
     total,
 )
 from rewire.topologies.registry import register_topology
@@ -161,6 +162,7 @@ class LaurelLR(Recurrence[LowRank]):
     def read(self, states: States, weights: LowRank, t: int) -> tuple[Tensor, States]:
         return states[-1], states
 
+    @repeatable
     def merge(self, states: States, weights: LowRank, t: int, *branches: Tensor) -> Tensor:
         x, scales = states[-1], weights.scales
         low = project(self._mapped(states, weights, t), weights.down[t - 1])  # [..., r]

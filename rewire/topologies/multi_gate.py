@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.mixes.again import keep_some
 from rewire.mixes.mix import Mix, mix, pending_mix, softmax
 from rewire.mixes.tokens import project_normed
 from rewire.topologies.base import (
@@ -99,7 +100,7 @@ class MultiGate(Topology[Named]):
         for stream, bias in zip(states, weights["bias"][unit], strict=True):
             gate = torch.sigmoid(_scored(stream, weights["gates"][unit]) + bias)
             found.append(mix((stream, *branches), None, scores=(1 - gate, *[gate] * len(branches))))
-        return tuple(found)
+        return tuple(keep_some(found))
 
     def finish(self, states: States, weights: Named, dims: Dims) -> Tensor:
         return materialize(self._pooled(states, weights, dims.depth + 1))

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.mixes.again import made_again, merged_again, sparing
 from rewire.mixes.tokens import rms_norm
 from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
@@ -63,11 +64,16 @@ class Review(TwoForms[Named], FirstOrder[Named]):
         (x,), f, unit = states, total(branches), t - 1
         logits = _mapped(x, weights["state"][unit]) + _mapped(f, weights["update"][unit])
         gate = torch.sigmoid(logits + weights["bias"][unit])
+        return merged_again(self._added, x, (gate, *branches))
+
+    def _added(self, x: Tensor, gate: Tensor, *branches: Tensor) -> Tensor:
+        f = total(branches)
         if self.form == "difference":
             return total((x, *branches)) + ((gate - 0.5) * f).to(x.dtype)
         return x + (gate * f).to(x.dtype)
 
 
 def _mapped(x: Tensor, weight: Tensor) -> Tensor:
-    normed = rms_norm(x, _EPS)
-    return normed @ weight.to(normed.dtype)
+    with sparing(x):
+        normed = made_again(lambda x: rms_norm(x, _EPS), x)
+        return normed @ weight.to(normed.dtype)

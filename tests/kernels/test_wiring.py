@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels import operators, switch
+from rewire.mixes import again
 from rewire.passes.editing.fusions import fusions
 from rewire.patterns.tiny import tiny_model
 from rewire.runtime.stream import Unsummed
@@ -147,6 +149,30 @@ class TestWiring:
     def test_every_topology(self, key: str, launched: Launched) -> None:
         check(mixed(llama(), key), ids(1, 5))
         assert sum(launched.counts.values()) >= 6 or key in ("fixed-scale", "review")  # plain sums; torch alone
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("key", ["laurel-rw", "laurel-pa", "hc-gated", "multi-gate", "review", "ddl"])
+    def test_what_backward_makes_again(self, key: str, dtype: torch.dtype) -> None:
+        """Is bitwise what was there, sums inside units that the kernel of a norm has made, too."""
+        options = {"total": 2.0} if key == "laurel-pa" else {}
+        model = rewire.compile(Net(), key, start="paper", validate=False, **options)
+        connections = {p for c in rewire.connections(model).values() for p in c.parameters()}
+        for parameter in model.parameters():
+            with torch.no_grad():
+                parameter.data = (parameter + 0.02 * torch.randn_like(parameter)).to(
+                    torch.float32 if parameter in connections else dtype
+                )
+
+        def gradients() -> list[Tensor]:
+            x = states().detach().to(dtype).requires_grad_()
+            return [*torch.autograd.grad(model(x).float().square().sum(), [x, *model.parameters()])]
+
+        with mock.patch.object(again, "saved_tensor_hooks", return_value=(None, None)):
+            want = gradients()
+        with mock.patch.object(again, "_unpacked", side_effect=again._unpacked) as asked:
+            got = gradients()
+        assert any(call.args[0].recipe is not None for call in asked.call_args_list)
+        assert all(map(torch.equal, got, want))
 
     @pytest.mark.parametrize("model_type", ["gpt2", "gemma", "falcon"])
     def test_norms_of_other_models(self, model_type: str, launched: Launched) -> None:
