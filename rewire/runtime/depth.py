@@ -501,15 +501,17 @@ class Depth:
             value: of the variable.
             to: how many adds of this call come before; without it, a post was all that may not have run. -1: all adds
                 of the trunk.
-            trunks: for -1, the function's trunks that end here; else the first.
+            trunks: numbers of those among the function's of which this is said. Without them all; for -1 the first.
         """
         live = self._holding(value) if isinstance(value, Tensor) else None
         entry = None if live is None else self._entry(live.stream)
         if live is None or entry is None or live.stream.complete:
             return value
+        numbers = trunks or ((0,) if to == -1 else range(len(self.entries)))
+        if all(entry is not self.entries[number] for number in numbers):
+            return value
         if to == -1:
-            ends = any(entry is self.entries[number] for number in trunks or (0,))
-            if not ends or live.stream.position == entry.cut_at:
+            if live.stream.position == entry.cut_at:
                 return value
             if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
                 self.live.remove(live)

@@ -92,7 +92,7 @@ def tensors_and_streams(value: Any) -> list[Any]:
 
 
 def with_item(value: Any, item: int | None, index: int | None, change: Callable[[Any], Any]) -> Any:
-    """``change(value)``; of a tuple or list with a number, what it says changed.
+    """``change(value)``; of a tuple or list, what a number says changed, or the only tensor in it.
 
     Args:
         value: what is changed.
@@ -100,12 +100,13 @@ def with_item(value: Any, item: int | None, index: int | None, change: Callable[
         index: number of an item in it.
         change: how.
     """
-    if not isinstance(value, (tuple, list)) or (item is None and index is None):
+    if not isinstance(value, (tuple, list)):
         return change(value)
     items = list(value)
-    if item is not None:
-        index = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))][item]
-    assert index is not None
+    tensors = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))]
+    if item is None and index is None and len(tensors) != 1:
+        return change(value)
+    index = tensors[item or 0] if index is None else index
     items[index] = change(items[index])
     return like(value, items)
 

@@ -86,6 +86,7 @@ class Sum:
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
         branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
         part: whether it adds to a part of the value: ``x[rows] += f``.
+        trunks: of which of the function's trunks it is.
     """
 
     at: Span
@@ -97,6 +98,7 @@ class Sum:
     site: int | None = None
     branches: int = 1
     part: bool = False
+    trunks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +335,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Through):
         both: dict[str, Any] = {"kept": a.kept | b.kept, "callee": _either(a.callee, b.callee)}
         a, b = dataclasses.replace(a, **both), dataclasses.replace(b, **both)
+    if isinstance(a, Sum):
+        of_both = tuple(sorted({*a.trunks, *b.trunks}))
+        a, b = dataclasses.replace(a, trunks=of_both), dataclasses.replace(b, trunks=of_both)
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)

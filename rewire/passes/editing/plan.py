@@ -298,8 +298,9 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        branches = len(add.branches) if len(parts) < len(add.inner) else 1
-        function.put(("sum", at), Sum(at, add.first, inner, False, last, norm, site, branches, add.part is not None))
+        branches, trunks = len(add.branches) if len(parts) < len(add.inner) else 1, (function.trunks.index(self.name),)
+        added = Sum(at, add.first, inner, False, last, norm, site, branches, add.part is not None, trunks)
+        function.put(("sum", at), added)
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:

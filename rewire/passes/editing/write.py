@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -231,7 +231,9 @@ class _Editor:
         if name is None or around is None:
             return []
         how = f", trunk={edit.trunk}" * bool(edit.trunk) + ", begin=False" * edit.overwritten  # who holds it is unknown
-        call = f"reach({name})" if isinstance(edit, Push) else f"open({name}{how})"
+        call = f"open({name}{how})"
+        if isinstance(edit, Push):
+            call = f"reach({name}{self._of([edit.trunk, *edit.others], ', None')})"
         return self._line_behind(around, f"{name} = {self.depth}.{call}")
 
     def _made(self, method: str, edit: Open) -> list[Change]:
@@ -444,22 +446,32 @@ class _Editor:
 
     def _reached(self) -> list[Change]:
         """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
-        found: dict[tuple[Span, str], int] = {}
-        ways: dict[Span, int] = {}
-        sums = [(edit, edit.site) for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
+        found: dict[tuple[Span, str], list[Sum]] = {}
+        ways: dict[Span, list[Sum]] = {}
+        sums = [edit for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
         others = [edit.at for edit in self.edits if _moves(edit)]
-        for edit, site in sums if self.conditional else ():
+        for edit in sums if self.conditional else ():
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
             if way is not None:
-                ways[span_of(way)] = max(ways.get(span_of(way), 0), site + 1)
+                ways.setdefault(span_of(way), []).append(edit)
             name = assigned(self.text, node)
             around = on_one_way(self.text, node, [at for at in others if at != edit.at], either=True)
             if around is not None and name is not None:
-                at = span_of(around), name
-                found[at] = max(found.get(at, 0), site + 1)
-        lines = [(at[0], f"{at[1]} = {self.depth}.reach({at[1]}, {count})") for at, count in found.items()]
+                found.setdefault((span_of(around), name), []).append(edit)
+        lines = [(at, f"{name} = {self.depth}.reach({name}, {self._passed(s)})") for (at, name), s in found.items()]
         changes = [change for at, line in lines for change in self._line_behind(self.text.nodes[at][0], line)]
-        return changes + [self._wrapped(self._expression(at), "reach", [str(count)]) for at, count in ways.items()]
+        return changes + [self._wrapped(self._expression(at), "reach", [self._passed(s)]) for at, s in ways.items()]
+
+    def _passed(self, sums: Sequence[Sum]) -> str:
+        """What `Depth.reach` is given of these, one of which runs: how many adds come before, and of which trunks."""
+        count = max(edit.site + 1 for edit in sums if edit.site is not None)
+        return f"{count}{self._of(number for edit in sums for number in edit.trunks)}"
+
+    def _of(self, trunks: Iterable[int], without: str = "") -> str:
+        """Arguments that name trunks, if the function has others, too."""
+        numbers = sorted({*trunks})
+        several = len(self.plan.trunks) > 1 and len(numbers) < len(self.plan.trunks)
+        return "".join((without, *(f", {number}" for number in numbers))) if several else ""
 
     def _way(self, at: Span) -> ast.IfExp | None:
         """The outermost ``x + f if .. else x`` of which an expression is one of the two ways."""

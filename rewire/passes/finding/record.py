@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from rewire.code.functions import forward_of
 from rewire.code.text import written_at
 from rewire.conventions import is_matrix, matrices
-from rewire.copies import Inputs
+from rewire.copies import Inputs, shared
 from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
 from rewire.passes.finding.flow import (
     CONTAINERS,
@@ -47,12 +47,16 @@ _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", 
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
-    """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
-    recorder = Recorder(model)
+    """Run a model, in its present mode, on inputs that may be written to; record its operations.
+
+    What runs is a copy with the same parameters: the model keeps what modules remember (caches) as it was.
+    """
+    run = shared(model)
+    recorder = Recorder(run)
     handles = recorder.attach()
     try:
         with recorder:
-            model(*inputs[0], **inputs[1])
+            run(*inputs[0], **inputs[1])
     finally:
         for handle in handles:
             handle.remove()

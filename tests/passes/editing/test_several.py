@@ -1,0 +1,133 @@
+"""Blocks that hand tensors on in tuples, trunks that share a loop, and modules that remember what they made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import vectors
+from torch import Tensor, nn
+
+import rewire
+
+WIDTH = 8
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Shifted(nn.Module):
+    """Makes the next state, and returns a tuple of it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.norm = nn.Parameter(torch.randn(WIDTH)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.norm(x + self.shift),)
+
+
+class OneOfATuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch = Shifted(), Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.first(x)
+        x = outputs[0]
+        return x + self.branch(x)
+
+
+class Remembering(nn.Module):
+    """Makes something of a weight once, in evaluation mode, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out, self.bias = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.bias.exp()
+        if not self.training:
+            scale = self.cache.setdefault("scale", scale)
+        return self.out(torch.tanh(self.norm(x) * scale))
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Remembering(), Remembering()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.one(x)
+        return x + self.two(x)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("block", [OneOfATuple, Remembers])
+def test_states_in_tuples_and_caches(block: type[nn.Module]) -> None:
+    model = Net(block)
+    rewired = rewire.compile(model, "denseformer", example_inputs=(vectors(),))  # validated
+    torch.testing.assert_close(rewired(vectors()), model(vectors()))
+
+
+def test_compiling_leaves_no_caches() -> None:
+    model = Net(Remembers).eval()
+    rewired = rewire.compile(model, "hc-static", example_inputs=(vectors(),))
+    for each in (model, rewired):
+        assert not any(module.cache for module in each.modules() if isinstance(module, Remembering))
+
+
+class Halving(nn.Module):
+    """In the first blocks the stream is another one between the branches."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.halves = Branch(), Branch(), halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.one(x)
+        if self.halves:
+            x = x.unfold(1, 2, 2).mean(-1)
+        return x + self.two(x)
+
+
+class AddsInBetween(Net):
+    """An add of one trunk stands in the loop that the others pass, too (Granite Speech)."""
+
+    def __init__(self) -> None:
+        super().__init__(Branch)
+        self.blocks = nn.ModuleList(Halving(halves) for halves in (True, True, False))
+        self.middle = Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 0:
+                x = x + self.middle(x)
+        return self.head(x)
+
+
+def test_an_add_of_one_trunk_in_a_loop_of_several() -> None:
+    model, x = AddsInBetween(), vectors(length=16)
+    rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
+    assert "reach(x, 2, 0)" in rewire.source(rewired, "")
+    torch.testing.assert_close(rewired(x), model(x))
