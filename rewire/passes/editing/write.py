@@ -282,8 +282,11 @@ class _Editor:
         return self._line_behind(element, call)
 
     def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
-        """Lines behind the statement that ``node`` is part of."""
-        (start, end), text = self.text.span(self.text.statement(node)), self.text.text
+        """Lines behind the statement that ``node`` is part of, if anything comes behind it."""
+        statement, text = self.text.statement(node), self.text.text
+        if _leaves([statement]):
+            return []
+        start, end = self.text.span(statement)
         indent = text[text.rfind("\n", 0, start) + 1 : start]
         if indent.strip():
             raise EditError(f"there are several statements on one line at {self.text.where(node)}: write one per line")
@@ -503,6 +506,14 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Project: _Editor._project,
     Sum: _Editor._sum,
 }
+
+
+def _leaves(statements: Sequence[ast.stmt]) -> bool:
+    """Whether nothing behind these statements runs after them."""
+    last = statements[-1] if statements else None
+    if isinstance(last, ast.If):
+        return _leaves(last.body) and _leaves(last.orelse)
+    return isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
 
 def _moves(edit: Edit) -> TypeGuard[Sum | Through]:

@@ -131,3 +131,24 @@ def test_an_add_of_one_trunk_in_a_loop_of_several() -> None:
     rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
     assert "reach(x, 2, 0)" in rewire.source(rewired, "")
     torch.testing.assert_close(rewired(x), model(x))
+
+
+class ReturnsInBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x + self.branch(x)
+            return x
+        else:
+            x = x + self.branch(x)
+            return x
+
+
+def test_no_lines_that_never_run() -> None:
+    model = Net(ReturnsInBoth)
+    rewired = rewire.compile(model, "denseformer", example_inputs=(vectors(),))
+    assert "reach" not in rewire.source(rewired, "blocks.0")
+    torch.testing.assert_close(rewired(vectors()), model(vectors()))
