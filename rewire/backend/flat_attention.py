@@ -77,7 +77,7 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
             if not path.startswith(prefix) or not FUSED_QKV.search(path.removeprefix(prefix)):
                 continue
             fused = as_fused(features_in(flow, add, path, _rows(op) or 0, site.width or 0))
-            if fused is not None:
+            if fused is not None and all(fused.sizes):
                 return Attention(tuple(_fed(add, op, None, way) for way in "qkv"), fused)
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs in a flat graph: what reads its input has "

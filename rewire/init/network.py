@@ -244,8 +244,11 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
         rows = [
             (role, StorageLayout(rows=(fused.groups, start, size)))
             for role, start, size in zip("qkv", starts, fused.sizes, strict=True)
+            if size
         ]
-        yield f"{paths[0]}.weight", rows
+        yield f"{paths[-1]}.weight", rows
+        if len(paths) == 2:
+            yield f"{paths[0]}.weight", [("qkv"[fused.sizes.index(0)], StorageLayout())]
     elif len(paths) == 3:
         for role, path in zip("qkv", paths, strict=True):
             yield f"{path}.weight", [(role, StorageLayout())]

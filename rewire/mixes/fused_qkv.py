@@ -21,7 +21,7 @@ class Fused:
 
     Attributes:
         groups: how often the three follow each other.
-        sizes: features of q, k and v in one group.
+        sizes: features of q, k and v in one group; 0 for what another projection makes.
 
     Example:
         >>> rewire.Fused(groups=8, sizes=(64, 64, 64)).rows  # 8 heads, each with its q, k and v
@@ -56,7 +56,8 @@ def project_fused(
     """
     weight = _plain_weight(projection)  # [groups * sum(sizes), D]
     if weight is None:
-        features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in enumerate((q, k, v))]
+        inputs = ((n, x) for n, x in enumerate((q, k, v)) if sizes[n])
+        features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in inputs]
         return torch.cat(features, dim=-1).flatten(-2)
     return fused_linear(weight, projection.bias, groups, sizes, q, k, v)  # type: ignore[arg-type]
 
@@ -67,7 +68,7 @@ def fused_linear(
     """`project_fused` for a linear map of this weight [groups * sum(sizes), D] and bias [groups * sum(sizes)]."""
     weights = weight.unflatten(0, (groups, -1)).split(sizes, 1)  # each [groups, size, D]
     biases = (None,) * 3 if bias is None else bias.unflatten(0, (groups, -1)).split(sizes, 1)
-    features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
+    features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True) if w.shape[1]]
     return torch.cat(features, dim=-1).flatten(-2)
 
 

@@ -147,7 +147,7 @@ class _Attention:
         function, at = self.sources.plan(scope.parent), span_of(self._called(scope))
         if isinstance(scope.module, nn.MultiheadAttention):
             edit = Project(at, "qkv")
-        elif self.projections.fused is not None:
+        elif self.projections.fused is not None and scope.path == self.projections.fused_path:
             edit = Project(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
         else:
             below = scope.path.removeprefix(scope.parent.path).lstrip(".").split(".")

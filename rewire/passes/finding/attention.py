@@ -20,8 +20,9 @@ def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str
     """Paths of the modules that project queries, keys and values in a branch, or of the one that projects all three.
 
     Returns:
-        Three paths (q, k, v), or one; and smaller maps that take part in one of the three (a gate of the values), by
-        path. None if there is no attention, or several, or one module is part of two.
+        Three paths (q, k, v); or one; or that of one of them, and of what makes the other two. And smaller maps that
+        take part in one of the three (a gate of the values), by path. None if there is no attention, or several, or one
+        module is part of two.
     """
     found = [known for values in attentions(flow, add) if (known := _paths(flow, add, values))]
     return found[0] if found and all(known == found[0] for known in found) else None
@@ -98,6 +99,11 @@ def _paths(flow: Flow, add: Add, values: tuple[Op, Op, Op]) -> tuple[tuple[str, 
         return None
     if all(paths == made[0] for paths in made):
         return ((next(iter(made[0])),), {}) if len(made[0]) == 1 else None
+    for n, paths in enumerate(made):
+        a, b = made[:n] + made[n + 1 :]
+        if a == b and len(a) == 1 and not a & paths:
+            own = max(sorted(paths), key=lambda path: _width(flow, path))
+            return (own, *a), dict.fromkeys(paths - {own}, "qkv"[n])
     if made[0] & made[1] or made[0] & made[2] or made[1] & made[2]:
         return None
     widest = tuple(max(sorted(paths), key=lambda path: _width(flow, path)) for paths in made)

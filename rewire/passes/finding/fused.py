@@ -21,6 +21,8 @@ from rewire.passes.finding.rerun import gradients
 def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str:
     """What each feature of a fused projection becomes in a branch, in order: ``qqqqkkvv``; empty if that is unclear.
 
+    What another projection makes is left out.
+
     Args:
         flow, add: what the model computes, and the residual add of the attention.
         path: of the projection.
@@ -37,10 +39,12 @@ def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str
 def as_fused(features: str) -> Fused | None:
     """The layout of features, if it is one of queries, keys and values in this order, over and over."""
     runs = [(way, len([*same])) for way, same in itertools.groupby(features)]
-    groups, rest = divmod(len(runs), 3)
-    if rest or not groups or runs != runs[:3] * groups or "".join(way for way, _ in runs[:3]) != "qkv":
+    ways = [way for way in "qkv" if way in features]
+    first = dict(runs[: len(ways)])
+    groups = len(runs) // max(len(ways), 1)
+    if len(ways) < 2 or [*first] != ways or runs != [*first.items()] * groups:
         return None
-    (_, q), (_, k), (_, v) = runs[:3]
+    q, k, v = (first.get(way, 0) for way in "qkv")
     return Fused(groups, (q, k, v))
 
 
@@ -53,10 +57,9 @@ def _threes(flow: Flow, made: Op, region: Collection[Op]) -> Sequence[Sequence[O
 
 def _features(flow: Flow, made: Op, width: int, inputs: int, values: Sequence[Op]) -> str:
     """Which of three values each feature becomes part of; empty if one becomes part of none, or of several."""
-    found = [grad for (grad,) in gradients(flow, {made: width}, values, inputs) if grad is not None]
-    if len(found) < 3:
+    found = zip("qkv", gradients(flow, {made: width}, values, inputs), strict=False)
+    read = {way: (grad != 0).flatten(0, -2).any(0) for way, (grad,) in found if grad is not None}  # each [features]
+    parts = torch.stack([*read.values()]).int() if read else torch.empty(0, 1)
+    if len(parts) < 2 or not bool((parts.sum(0) == 1).all() and parts.any(1).all()):
         return ""
-    read = torch.stack([(grad != 0).flatten(0, -2).any(0) for grad in found])  # [3, features]
-    if not bool((read.sum(0) == 1).all() and read.any(1).all()):
-        return ""
-    return "".join("qkv"[way] for way in read.int().argmax(0))
+    return "".join([*read][number] for number in parts.argmax(0))

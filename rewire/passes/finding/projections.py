@@ -28,7 +28,8 @@ class Projections:
 
     Attributes:
         where: path of the attention from the model's root.
-        paths: the three projections (q, k, v), or one that is fused, or a torch.nn.MultiheadAttention.
+        paths: the three projections (q, k, v); or one that is fused; or that of one of the three, and a fused one of
+            the others; or a torch.nn.MultiheadAttention.
         fused: layout of a fused projection's output; None for three apart.
         beside: other maps that read the input of the queries, the keys or the values: path -> ``q``, ``k`` or ``v``.
     """
@@ -41,7 +42,14 @@ class Projections:
     @property
     def ways(self) -> dict[str, str]:
         """Path of each map that reads one of the three inputs -> ``q``, ``k`` or ``v``; of a fused one any of these."""
-        return {**dict(zip(self.paths, "qkv", strict=False)), **self.beside}
+        alone = "qkv"[self.fused.sizes.index(0)] if self.fused and len(self.paths) == 2 else "q"
+        ways = "qkv" if len(self.paths) != 2 else (alone, *"qkv".replace(alone, ""))
+        return {**dict(zip(self.paths, ways, strict=False)), **self.beside}
+
+    @property
+    def fused_path(self) -> str | None:
+        """That of the fused one, if there is one."""
+        return self.paths[-1] if self.fused else None
 
     def error(self, why: str) -> UnsupportedTopology:
         return UnsupportedTopology(
@@ -94,20 +102,22 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
     """
     if not _needs_layout(flow.model, paths):
         return None
-    module = flow.model.get_submodule(paths[0])
-    features = features_in(flow, add, paths[0], out_features(module) or 0, site.width or 0)
+    path = paths[-1]
+    features = features_in(flow, add, path, out_features(flow.model.get_submodule(path)) or 0, site.width or 0)
     fused = as_fused(features)
-    if not features or (fused and declared in (None, fused)):
-        return fused or declared
+    if len({*features}) + len(paths) != 4:  # it makes all three; or two, where another one makes the third
+        return declared
+    if fused is not None and declared in (None, fused):
+        return fused
     order = "".join(dict.fromkeys(features))
-    if order != "qkv":
+    if order not in "qkv" and order != "qv":
         how = f"in the order {', '.join(order)}. Let it make queries, keys and values in this order"
     elif fused is None:
         how = "in parts of several sizes. Let it make all queries, then all keys, then all values"
     else:
         how = f"as {fused}, where a pattern says {declared}. Mend the pattern"
     raise UnsupportedTopology(
-        f"the attention '{site.name}' cannot have separate q/k/v inputs: '{paths[0]}' makes them {how}, or use a "
+        f"the attention '{site.name}' cannot have separate q/k/v inputs: '{path}' makes them {how}, or use a "
         "topology that reads one value."
     )
 

@@ -43,12 +43,7 @@ def gradients(
     with torch.enable_grad(), seeded(0, flow.model):
         run = _Run(flow, starts, width, masked)
         try:
-            parts = [part(run.value(end)) for end in ends]
-            leaves = [*run.leaves.values()]
-            return [
-                [*torch.autograd.grad(x, leaves, torch.randn_like(x), retain_graph=True, allow_unused=True)]
-                for x in parts
-            ]
+            return [run.gradients(end, part) for end in ends]
         except Exception:  # on other numbers, and perhaps of other sizes, than the model's own
             return []
 
@@ -57,15 +52,19 @@ class _Run:
     def __init__(self, flow: Flow, starts: Mapping[Op, int], width: int, masked: bool) -> None:
         self.width, self.masked = width, masked
         self.ops = {op.node: op for op in flow if op.node is not None}
-        self.starts = [*starts]
         self.leaves = {op: self._random(op, width).requires_grad_() for op, width in starts.items()}
         self.known: dict[Op, Any] = {op: leaf * 1 for op, leaf in self.leaves.items()}  # which may be written to
 
-    def value(self, end: Op) -> Any:
-        ways = frozenset().union(*(between(start, end) for start in self.starts))
+    def gradients(self, end: Op, part: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Of a random function of a part of an end, for each start."""
+        ways = frozenset().union(*(between(start, end) for start in self.leaves))
+        if not ways:
+            return [None] * len(self.leaves)
         for op in sorted(ways - self.known.keys(), key=lambda op: op.index):
             self.known[op] = self._made(op)
-        return self.known[end]
+        x = part(self.known[end])
+        leaves = [*self.leaves.values()]
+        return [*torch.autograd.grad(x, leaves, torch.randn_like(x), retain_graph=True, allow_unused=True)]
 
     def _made(self, op: Op) -> Any:
         """What an operation makes of what is known."""

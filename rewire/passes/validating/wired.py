@@ -350,7 +350,7 @@ class _Wiring(Recorder):
             given = [self._fed(reads, path, way) for way in "qkv"]
             own = [(*g.given, *(g.kwargs[n] for n in names[len(g.given) :]))[n] for n, g in enumerate(given)]
             return (*own, *args[3:]), {name: value for name, value in kwargs.items() if name not in names}
-        if fused is None:
+        if fused is None or path != projections.fused_path:
             alone = self._fed(reads, path, projections.ways[path])
             return alone.given, alone.kwargs
         made = [module.forward(self._fed(reads, path, way).given[0]) for way in "qkv"]

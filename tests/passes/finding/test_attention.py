@@ -126,6 +126,53 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
 
 
+class KeysWithValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = self.to_q(x), self.to_kv(x).chunk(2, dim=-1)
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class QueriesWithKeys(KeysWithValues):
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k = self.to_kv(x).view(b, t, HEADS, 2, -1).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, heads(self.to_q(x)))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class QueriesWithValues(KeysWithValues):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.to_kv(x)
+        return self.out(F.scaled_dot_product_attention(z[..., :WIDTH], self.to_q(x), z[..., WIDTH:]))
+
+
+class ValuesThenKeys(KeysWithValues):
+    def forward(self, x: Tensor) -> Tensor:
+        v, k = self.to_kv(x).chunk(2, dim=-1)
+        return self.out(F.scaled_dot_product_attention(self.to_q(x), k, v))
+
+
+@pytest.mark.parametrize(
+    ("attention", "alone"), [(KeysWithValues, "q"), (QueriesWithKeys, "v"), (QueriesWithValues, "k")]
+)
+def test_two_of_one_projection(attention: type[nn.Module], alone: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(attention) for _ in range(2)))
+    found = projections_of(model, (torch.randn(2, 5, WIDTH),))
+    assert found.paths == ("1.attn.to_q", "1.attn.to_kv") and found.ways["1.attn.to_q"] == alone
+    check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+def test_two_of_one_projection_in_another_order() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(ValuesThenKeys) for _ in range(2)))
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'1\.attn\.to_kv' makes them in the order v, k\. Let it"):
+        rewire.compile(model, "muddformer", example_inputs=(torch.randn(2, 5, WIDTH),))
+
+
 def causal(scores: Tensor) -> Tensor:
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     return torch.where(mask, scores, -1e4)

@@ -180,7 +180,9 @@ def test_a_pattern_that_says_otherwise() -> None:
     [
         ("qqkv", Fused(1, (2, 1, 1))),
         ("qkvqkv", Fused(2, (1, 1, 1))),
-        *[(features, None) for features in ("", "qk", "kqv", "qkvq", "qkvqqkv", "qkvqvk")],
+        ("kkv", Fused(1, (0, 2, 1))),
+        ("qvqv", Fused(2, (1, 0, 1))),
+        *[(features, None) for features in ("", "qq", "kq", "kqv", "qkvq", "qkvqqkv", "qkvqvk")],
     ],
 )
 def test_features(features: str, fused: Fused | None) -> None:
