@@ -73,7 +73,8 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     found = list(found)
     known = None if add is None else projections_in(flow, add)
     used = [known[0]] if known and _submodule(model, known[0][0]) is not None else []
-    candidates = [*_declared(model, site, found), *((paths, None) for paths in (*_usual_paths(model, site), *used))]
+    usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
+    candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     region = () if add is None else add.region
     called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
     # In a joint attention of two streams, modules with usual names may read the other one.

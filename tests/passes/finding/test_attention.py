@@ -126,6 +126,18 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
 
 
+def test_names_that_mislead() -> None:
+    class Misnamed(Attention):
+        names = ("q_proj", "k_proj", "v_proj")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.scaled_dot_product_attention(self.k_proj(x), self.v_proj(x), self.q_proj(x)))
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(Misnamed) for _ in range(2)))
+    found = projections_of(model, (torch.randn(2, 5, WIDTH),))
+    assert found.paths == ("1.attn.k_proj", "1.attn.v_proj", "1.attn.q_proj")
+
+
 class KeysWithValues(nn.Module):
     def __init__(self) -> None:
         super().__init__()
