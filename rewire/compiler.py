@@ -10,11 +10,10 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
 
 from rewire import logs
-from rewire.copies import M, check_can_be_trained, outside_inference_mode
+from rewire.copies import M, check_can_be_trained, outside_inference_mode, uncompiled
 from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
@@ -229,7 +228,7 @@ def _rewired(
 def _uncompiled() -> contextlib.AbstractContextManager[None]:
     """While it lasts, what a model compiles by itself, helpers say, runs as Python, which shows what it does."""
     compiles = "torch._dynamo" in sys.modules  # which takes seconds to import
-    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+    return uncompiled() if compiles else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,9 @@ _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.de
 
 #: Threads that rewire share torch's random state.
 _ONE_AT_A_TIME = threading.RLock()
+#: And whether it compiles: what puts that back, when the last one of those that run models uncompiled has ended.
+_SETTING, _BEFORE = threading.Lock(), contextlib.ExitStack()
+_UNCOMPILED: list[None] = []
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
@@ -194,6 +197,22 @@ def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
 
     args, kwargs = pytree.tree_map(own, inputs)
     return args, kwargs
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """While it lasts, torch.compile runs models as Python, in all threads: that is one setting of torch."""
+    with _SETTING:
+        if not _UNCOMPILED:
+            _BEFORE.enter_context(torch.compiler.set_stance("force_eager"))
+        _UNCOMPILED.append(None)
+    try:
+        yield
+    finally:
+        with _SETTING:
+            _UNCOMPILED.pop()
+            if not _UNCOMPILED:
+                _BEFORE.close()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rewire.copies import private, shared
+from rewire.copies import private, shared, uncompiled
 
 
 class Counting(nn.Module):
@@ -91,3 +91,22 @@ def test_modules_that_say_how_they_are_copied_are() -> None:
     first, second = shared(model)
     assert first.how == "its own way" and second.cache == "made anew"
     assert second.weight is model[1].weight
+
+
+def test_threads_put_back_whether_torch_compiles() -> None:
+    """Two that overlap: the first one to begin is the first one to end."""
+    graphs: list[int] = []
+
+    def compiles() -> bool:
+        graphs.clear()
+        torch.compiler.reset()
+        torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(1) or graph)(torch.ones(1))
+        return bool(graphs)
+
+    one, two = uncompiled(), uncompiled()
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert not compiles()
+    two.__exit__(None, None, None)
+    assert compiles()

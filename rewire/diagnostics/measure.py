@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from rewire.console import Shown, progress
-from rewire.copies import Inputs, seeded
+from rewire.copies import Inputs, seeded, uncompiled
 from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
 from rewire.diagnostics.signals import (
     BlockSignals,
@@ -121,7 +121,7 @@ def diagnose(
     own_buffers(copy)
     about = f"diagnosing {type(model).__name__}"
     # Eager: what is recorded inside a compiled graph has no gradient from what the graph returns.
-    with torch.enable_grad(), seeded(seed, copy), torch.compiler.set_stance("force_eager"), progress(about):
+    with torch.enable_grad(), seeded(seed, copy), uncompiled(), progress(about):
         value = _loss(called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
         if not reached:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rewire.attributes import REGISTERED_NAME
-from rewire.copies import seeded, shared
+from rewire.copies import seeded, shared, uncompiled
 from rewire.diagnostics.observing import called, inputs_of, own_buffers
 from rewire.diagnostics.outline import Outline
 from rewire.errors import UnsupportedTopology
@@ -95,7 +95,7 @@ def running_copy(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def plain_runs(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Forwards of plain torch operations, with random numbers of their own."""
-    with seeded(seed, model), torch.compiler.set_stance("force_eager"), plainly():
+    with seeded(seed, model), uncompiled(), plainly():
         yield
 
 

@@ -209,8 +209,8 @@ def _kept_between(found: Found, rewired: nn.Module) -> str:
 def _misled(found: Found, rewired: nn.Module, inputs: Inputs, patterns: Sequence[Pattern]) -> str:
     """Why the wired original says nothing; empty if with plain connections it is the original."""
     try:
-        plain = wired(found, with_plain_connections(rewired), patterns)
-        _compare_in(MOVED, _Reference(found.evaluation.flow.model, inputs), plain, Comparison())
+        plain, flow = wired(found, with_plain_connections(rewired), patterns), found.evaluation.flow
+        _compare_in(MOVED, _Reference(flow.before or flow.model, inputs), plain, Comparison())
     except Exception as error:
         return f"wired by plain connections, the original is not itself ({type(error).__name__}: {error})"
     return ""

@@ -188,6 +188,7 @@ class Flow:
 
     Attributes:
         model: that was run or traced.
+        before: of a run, a copy with the same parameters that has not run: modules may remember what they made.
         ops: the operations.
         outputs: what a traced model returns.
         unread: what could not be looked into, by module path.
@@ -208,6 +209,7 @@ class Flow:
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)
     hooked: dict[Op, Place | None] = dataclasses.field(default_factory=dict)
+    before: nn.Module | None = None
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def __iter__(self) -> Iterator[Op]:

@@ -47,16 +47,13 @@ _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", 
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
-    """Run a model, in its present mode, on inputs that may be written to; record its operations.
-
-    What runs is a copy with the same parameters: the model keeps what modules remember (caches) as it was.
-    """
-    run = shared(model)
-    recorder = Recorder(run)
+    """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
+    before = shared(model)
+    recorder = Recorder(model)
     handles = recorder.attach()
     try:
         with recorder:
-            run(*inputs[0], **inputs[1])
+            model(*inputs[0], **inputs[1])
     finally:
         for handle in handles:
             handle.remove()
@@ -64,7 +61,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     known = dict(model.named_modules())
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
-    flow.hooked = recorder.hooked
+    flow.before, flow.hooked = before, recorder.hooked
     flow.tensors, flow.unseen = recorder.made, recorder.unseen
     return flow
 

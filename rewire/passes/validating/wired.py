@@ -43,7 +43,8 @@ _Key: TypeAlias = tuple[Any, ...]
 
 def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
     """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's."""
-    model = shared(found.evaluation.flow.model)
+    flow = found.evaluation.flow
+    model = shared(flow.before or flow.model)
     for connection in connections(rewired).values():
         assert connection.trunk is not None
         register(model, connection.trunk, copy.deepcopy(connection))
