@@ -114,6 +114,10 @@ def test_what_choosing_shows() -> None:
         if run["seed"] == 0:
             cells = [f"{run[name]:g}" for name in ("rate", "embedding", "branch")] + [f"{run['loss']:.3f}"]
             assert f"| {' | '.join(cells)} |" in new
+    short = json.loads((RESULTS / "choosing" / "deep_6.json").read_text())
+    assert short["about"]["layers"] == 6 and {row["setting"]["embedding"] for row in short["rows"]} == {16}
+    for row in short["rows"][1:]:
+        assert "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row["gain"]) in " ".join(new.split())
     better = [row["name"] for row in found["rows"] if row["verdict"] == "better"]
     assert not better and "`ancre-ingoing` is not shown to be better than the plain model" in " ".join(new.split())
     assert "with `denseformer` or `ancre-ingoing` took 1.24 and 1.27 times as long" in " ".join(new.split())
