@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from rewire.copies import own_inputs, private, seeded
+from rewire.copies import own_inputs, private, seeded, uncompiled
 from rewire.diagnostics.observing import called, inputs_of
 from rewire.errors import RewireError, check_positive, check_type
 from rewire.kernels import ahead, switch
@@ -89,8 +90,8 @@ def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Laun
             parameter.register_post_accumulate_grad_hook(_forget)
     if compiled:
         copy.compile(backend="aot_eager")
-    stance = "default" if compiled else "force_eager"
-    with noted() as launches, seeded(0, copy), torch.compiler.set_stance(stance), warnings.catch_warnings():
+    how = contextlib.nullcontext() if compiled else uncompiled()
+    with noted() as launches, seeded(0, copy), how, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [x for x in tensors_in(called(copy, inputs, 0)) if x.requires_grad]
         if found:

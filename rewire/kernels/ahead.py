@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -61,6 +62,7 @@ def compiled(launches: Iterable[Launch], gpu: Any, jobs: int | None) -> int:
     with (
         ThreadPoolExecutor(jobs or os.cpu_count()) as threads,
         _in_place_of_a_device(gpu),
+        _parsed_one_by_one(),
         AsyncCompileMode(threads) as compiling,
     ):
         for code, arguments in launches:
@@ -79,6 +81,24 @@ def _driver() -> Any:
         return driver.active
     except RuntimeError:  # no driver, or several
         return None
+
+
+@contextlib.contextmanager
+def _parsed_one_by_one() -> Iterator[None]:
+    """Kernels' sources: `ast.parse` of Python 3.11 counts its depth for all threads together, and fails by chance."""
+    from triton.runtime.jit import JITCallable
+
+    parse, lock = JITCallable.parse, threading.Lock()
+
+    def parsed(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    JITCallable.parse = parsed
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
 
 
 @contextlib.contextmanager
