@@ -17,6 +17,9 @@ from rewire.console import progress
 from rewire.errors import RewireError
 from rewire.kernels.kernel import Launch
 
+#: Triton's driver and parser are those of the process.
+_ONE_AT_A_TIME = threading.Lock()
+
 
 def gpu_named(target: str | None) -> Any:
     """Triton's description of a GPU; None: the one that is here.
@@ -60,6 +63,7 @@ def compiled(launches: Iterable[Launch], gpu: Any, jobs: int | None) -> int:
 
     seen = set[int]()
     with (
+        _ONE_AT_A_TIME,
         ThreadPoolExecutor(jobs or os.cpu_count()) as threads,
         _in_place_of_a_device(gpu),
         _parsed_one_by_one(),

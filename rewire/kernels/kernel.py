@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
 #: Where launches are noted, in place of being started.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
 #: How many threads do so.
-_anywhere = 0
+_anywhere, _COUNTING = 0, threading.Lock()
 
 
 @contextlib.contextmanager
@@ -64,12 +65,14 @@ def noted() -> Iterator[list[Launch]]:
     global _anywhere
     launches: list[Launch] = []
     token = _noted.set(launches)
-    _anywhere += 1
+    with _COUNTING:
+        _anywhere += 1
     try:
         with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward is in this thread, too
             yield launches
     finally:
-        _anywhere -= 1
+        with _COUNTING:
+            _anywhere -= 1
         _noted.reset(token)
 
 

@@ -110,8 +110,8 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
         return declared
     if fused is not None and declared in (None, fused):
         return fused
-    order = "".join(dict.fromkeys(features))
-    if order not in "qkv" and order != "qv":
+    order = [*dict.fromkeys(features)]
+    if order != [way for way in "qkv" if way in order]:
         how = f"in the order {', '.join(order)}. Let it make queries, keys and values in this order"
     elif fused is None:
         how = "in parts of several sizes. Let it make all queries, then all keys, then all values"
