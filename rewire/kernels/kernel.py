@@ -52,7 +52,8 @@ class Launch(NamedTuple):
 #: Where launches are noted, in place of being started.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
 #: How many threads do so.
-_anywhere, _COUNTING = 0, threading.Lock()
+_anywhere = 0
+_COUNTING = threading.Lock()
 
 
 @contextlib.contextmanager
