@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import resource
@@ -251,8 +252,8 @@ def apart(row: str, name: str) -> Result:
     process.start()
     theirs.close()
     result, ran = None, False
-    with contextlib.suppress(EOFError):
-        while mine.poll(SECONDS + 10) and result is None:
+    with contextlib.suppress(EOFError):  # processes that were forked meanwhile hold the pipe, too: it may not end
+        while result is None and mine in multiprocessing.connection.wait([mine, process.sentinel], SECONDS + 10):
             result, ran = mine.recv(), True
     if process.is_alive() and result is None:
         process.kill()
