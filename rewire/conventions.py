@@ -118,7 +118,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def out_features(projection: nn.Module) -> int | None:
+def out_features(projection: nn.Module | None) -> int | None:
     """Number of outputs of a linear map, nn.Linear or transformers' Conv1D; None for anything else."""
     size = getattr(projection, "out_features", getattr(projection, "nf", None))
     return size if isinstance(size, int) else None

@@ -15,6 +15,7 @@ from rewire.conventions import FUSED_QKV, QKV
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused, fused_linear
 from rewire.passes.finding.adds import Add, between
+from rewire.passes.finding.attention import projected_by, projections_in
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.trunk import Site
@@ -65,6 +66,9 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
     if len(multihead) == 1:
         return Attention(tuple(_fed(add, multihead[0], n, way) for n, way in enumerate("qkv")))
     products = {op.scope.path: op for op in reached if _position(op) is not None}
+    used = _by_use(flow, add, {projected_by(op): op for op in products.values()}, site.width or 0)
+    if used is not None:
+        return used
     for parent in sorted({path.rpartition(".")[0] for path in products}, key=len, reverse=True):
         prefix = f"{parent}." if parent else ""
         for names in QKV:
@@ -85,6 +89,19 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
         f"(linear maps: {', '.join(products) or 'none'}). Use rewire.compile, which knows more layouts, and "
         "torch.compile what it returns; or a topology that reads one value."
     )
+
+
+def _by_use(flow: Flow, add: Add, products: dict[str, Op], width: int) -> Attention | None:
+    """The projections of what an attention uses as queries, keys and values; None if these are not clear."""
+    paths, beside = projections_in(flow, add) or ((), {})
+    if beside or not paths or not products.keys() >= {*paths}:
+        return None
+    if len(paths) == 3:
+        return Attention(tuple(_fed(add, products[path], None, way) for path, way in zip(paths, "qkv", strict=True)))
+    fused = as_fused(features_in(flow, add, paths[0], _rows(products[paths[0]]) or 0, width))
+    if len(paths) != 1 or fused is None or not all(fused.sizes):
+        return None
+    return Attention(tuple(_fed(add, products[paths[0]], None, way) for way in "qkv"), fused)
 
 
 def separate(graph: fx.Graph, value: fx.Node, attention: Attention) -> fx.Node:

@@ -230,7 +230,10 @@ class Network:
 
 def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Iterator[tuple[str, Parts]]:
     """Names, below ``block``, of the parameters of projections, with their parts."""
-    module = block.get_submodule(paths[0])
+    modules = dict(block.named_modules(remove_duplicate=False))
+    if any(path not in modules for path in paths):  # products with parameters, of any layout
+        return
+    module = modules[paths[0]]
     if isinstance(module, nn.MultiheadAttention):
         if module.kdim == module.vdim == module.embed_dim:  # one matrix
             size = module.embed_dim

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,12 @@ class Fused:
 
 
 def project_fused(
-    projection: nn.Module, groups: int, sizes: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor
+    projection: Callable[[Tensor], Tensor],
+    groups: int,
+    sizes: tuple[int, int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """What ``projection`` returns, with the features of queries, keys and values computed from different inputs.
 
@@ -59,7 +65,7 @@ def project_fused(
         inputs = ((n, x) for n, x in enumerate((q, k, v)) if sizes[n])
         features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in inputs]
         return torch.cat(features, dim=-1).flatten(-2)
-    return fused_linear(weight, projection.bias, groups, sizes, q, k, v)  # type: ignore[arg-type]
+    return fused_linear(weight, projection.bias, groups, sizes, q, k, v)  # type: ignore[attr-defined]
 
 
 def fused_linear(
@@ -84,11 +90,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plain_weight(projection: Any) -> Tensor | None:
     """Weight [out, in] of a plain linear map; None for anything else."""
-    if has_hooks(projection) or has_global_hooks():
+    if not isinstance(projection, nn.Module) or has_hooks(projection) or has_global_hooks():
         return None
-    cls = type(projection)
+    cls, linear = type(projection), cast("nn.Linear", projection)
     if cls is nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers.")):
-        return projection.weight
+        return linear.weight
     if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
-        return projection.weight.t()
+        return linear.weight.t()
     return None

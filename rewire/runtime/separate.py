@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import OutOfOrder
 from rewire.mixes.again import norm_again, sparing
-from rewire.mixes.fused_qkv import Fused, project_fused
+from rewire.mixes.fused_qkv import Fused, fused_linear, project_fused
 from rewire.runtime.connection import SeparateNorms
 from rewire.runtime.live import Live
 from rewire.runtime.nested import like, mapped
 from rewire.topologies.base import QKVInputs
 
 _WAYS = ("q", "k", "v", "residual")
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
 
 
 class SeparateInputs:
@@ -105,43 +108,66 @@ class SeparateInputs:
                 return projection
             what = what[projection]
         if isinstance(what, tuple):
-            return lambda value: self._fused(projection, Fused(*what), value)
-        by_name = {"query": "q", "key": "k", "value": "v"} if what == "qkv" else None
+            return lambda *args, **kwargs: self._fused(projection, Fused(*what), args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [self._input(value, way) for value, way in zip(args, what, strict=False)]
-            ways = dict.fromkeys(kwargs, what) if by_name is None else by_name
-            named = {name: self._input(kwargs[name], ways[name]) for name in kwargs.keys() & ways.keys()}
-            like = next(_tensors([*given, *named.values()]), None)
+            if what == "qkv":
+                args, kwargs = self._each(args, kwargs)
+            else:
+                qkv = self._projected(*args, *kwargs.values())
+                args, kwargs = (args, kwargs) if qkv is None else self._given(qkv, getattr(qkv, what), args, kwargs)
+            like = next(_tensors([*args, *kwargs.values()]), None)
             with contextlib.nullcontext() if like is None else sparing(like):
-                return projection(*given, *args[len(given) :], **{**kwargs, **named})
+                return projection(*args, **kwargs)
 
         return call
+
+    def _each(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+        """The arguments of a torch.nn.MultiheadAttention, with what each of the three is projected from."""
+        names = {"query": "q", "key": "k", "value": "v"}
+        given = [self._input(value, way) for value, way in zip(args, "qkv", strict=False)]
+        named = {name: self._input(kwargs[name], names[name]) for name in kwargs.keys() & names.keys()}
+        return (*given, *args[len(given) :]), {**kwargs, **named}
 
     def _input(self, value: Any, way: str) -> Any:
         """What queries, keys or values are projected from."""
         qkv = self._projected(value)
         return value if qkv is None else getattr(qkv, way)
 
-    def _fused(self, projection: Callable[..., Any], layout: Fused, value: Any) -> Any:
-        """``projection(value)``, with the features of each of the three from its own value."""
-        qkv = self._projected(value)
-        if qkv is None:
-            return projection(value)
-        assert isinstance(projection, nn.Module)
-        with sparing(qkv.q):
-            return project_fused(projection, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
+    def _given(self, qkv: QKVInputs, x: Tensor, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+        """Arguments with ``x`` in place of what stands for the three."""
+        own = lambda value: x if value is qkv or self._qkv(value) is qkv else value  # noqa: E731
+        return tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
 
-    def _projected(self, value: Any) -> QKVInputs | None:
-        """What a projection is to read for a tensor that it is given, if there are separate inputs in this call.
+    def _fused(self, projection: Callable[..., Any], layout: Fused, args: _Args, kwargs: _Kwargs) -> Any:
+        """``projection(*args, **kwargs)``, with the features of each of the three from its own value."""
+        qkv = self._projected(*args, *kwargs.values())
+        if qkv is None:
+            return projection(*args, **kwargs)
+
+        def product(x: Tensor) -> Tensor:
+            given, named = self._given(qkv, x, args, kwargs)
+            return projection(*given, **named)
+
+        with sparing(qkv.q):
+            if projection is F.linear:
+                return fused_linear(*_weights(*args, **kwargs), layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
+            whole = projection if isinstance(projection, nn.Module) else product
+            return project_fused(whole, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
+
+    def _projected(self, *values: Any) -> QKVInputs | None:
+        """What a projection is to read that is given these values, if there are separate inputs in this call.
 
         Raises:
-            OutOfOrder: there are, and the tensor is none that was made of them.
+            OutOfOrder: there are, and none of the values was made of them.
         """
-        qkv = self._taken(self.open(value, None))  # that of a function inside a forward
-        if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
+        for value in values:
+            qkv = self._taken(self.open(value, None))  # that of a function inside a forward
+            if qkv is not None:
+                return qkv
+        if self._known or any(live.qkv is not None for live in self.live):
             raise self.lost("projects queries, keys or values from a tensor that was not made of what it read for them")
-        return qkv
+        return None
 
     def _taken(self, value: Any) -> QKVInputs | None:
         """`_qkv`, where a projection, or what holds the projections, gets them."""
@@ -165,6 +191,11 @@ class SeparateInputs:
             if live.qkv is not None and live.values[0] is value:
                 return live.qkv
         return None
+
+
+def _weights(input: Any, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Those of `torch.nn.functional.linear`'s arguments, whose names these are."""
+    return weight, bias
 
 
 def _called(function: Callable[..., Any], given: Sequence[Any]) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
+from typing import TypeAlias
 
 from torch import nn
 
@@ -11,6 +14,7 @@ from rewire.errors import EditError, UnsupportedTopology
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
 from rewire.passes.finding.adds import between
+from rewire.passes.finding.attention import weight_of
 from rewire.passes.finding.flow import Op, Scope, around
 from rewire.passes.finding.projections import Projections
 
@@ -34,6 +38,10 @@ def plan_attention(
         )
 
 
+#: The call of a module that projects, or of a helper that does; or the product itself.
+_Call: TypeAlias = Scope | Op
+
+
 class _Attention:
     def __init__(self, carriers: Carriers, number: int, width: int | None, projections: Projections) -> None:
         self.carriers, self.sources, self.flow = carriers, carriers.sources, carriers.flow
@@ -47,10 +55,10 @@ class _Attention:
         if any(op.weighted for op in way):
             raise EditError("its input passes other weights before the projections")
         reads = self._reader()
-        for scope, _ in calls:
-            self._hand_down(reads, scope, {state, *way})
-            self._project(scope)
-        functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
+        for call, _ in calls:
+            self._hand_down(reads, call, {state, *way})
+            self._project(call)
+        functions = {scope for call, _ in calls for scope in _caller(call).outward() if reads.holds(scope)}
         copied = 0
         for op in sorted(way, key=lambda op: op.index):
             inside = [scope for scope in op.scope.outward() if scope in functions]
@@ -84,19 +92,42 @@ class _Attention:
         function.copied.add(path)
         return True
 
-    def _projection_calls(self) -> list[tuple[Scope, list[Op]]]:
+    def _projection_calls(self) -> list[tuple[_Call, list[Op]]]:
         """The calls of projections in a branch, with what they project of the stream's value."""
-        found: dict[Scope, list[Op]] = {}
+        found: dict[_Call, list[Op]] = {}
         for op in self.add.region:
-            calls = (s for s in op.scope.outward() if not s.helper and s.path in self.projections.ways)
-            scope = next(calls, None)
-            if scope is not None:
-                entries = [source for source in op.inputs if not scope.holds(source.scope)]
-                found.setdefault(scope, []).extend(o for o in entries if o is self.add.state or o in self.add.region)
-        missing = [path for path in self.projections.ways if not any(s.path == path and e for s, e in found.items())]
+            call = self._call_of(op)
+            if call is not None:
+                entries = [o for o in op.inputs if not (isinstance(call, Scope) and call.holds(o.scope))]
+                found.setdefault(call, []).extend(o for o in entries if o is self.add.state or o in self.add.region)
+        fed = {self._name(call) for call, entries in found.items() if entries}
+        missing = [path for path in self.projections.ways if path not in fed]
         if missing:
             raise EditError(f"its block does not call {', '.join(missing)} on the value that it reads")
-        return [(scope, entries) for scope, entries in found.items() if entries]
+        return [(call, entries) for call, entries in found.items() if entries]
+
+    def _call_of(self, op: Op) -> _Call | None:
+        """The projection that an operation is part of; None if it is part of none."""
+        helper = next((scope for scope in op.scope.outward() if scope in self._helpers), None)
+        calls = (s for s in op.scope.outward() if not s.helper and s.path in self.projections.ways)
+        return helper or next(calls, None) or (op if weight_of(op) in self.projections.ways else None)
+
+    @functools.cached_property
+    def _helpers(self) -> dict[Scope, str]:
+        """Calls of functions that multiply by one of the three weights alone, and the name of that one."""
+        found: dict[Scope, set[str]] = {}
+        for op in self.add.region:
+            name = weight_of(op)
+            if name in self.projections.ways and name != self.projections.fused_path:
+                for scope in itertools.takewhile(lambda scope: scope.helper, op.scope.outward()):
+                    found.setdefault(scope, set()).add(name)
+        return {scope: names.pop() for scope, names in found.items() if len(names) == 1}
+
+    def _name(self, call: _Call) -> str:
+        """Its own among `Projections.ways`."""
+        if isinstance(call, Op):
+            return weight_of(call)
+        return self._helpers.get(call, call.path)
 
     def _reader(self) -> Scope:
         """The function in which the stream is read for an attention."""
@@ -108,9 +139,9 @@ class _Attention:
             raise EditError("it does not read the state that its output is added to")
         return scopes[-1]
 
-    def _hand_down(self, reads: Scope, projection: Scope, values: set[Op]) -> None:
+    def _hand_down(self, reads: Scope, projection: _Call, values: set[Op]) -> None:
         """Hand what was read to the function that calls a projection."""
-        scope = projection.parent
+        scope: Scope | None = _caller(projection)
         while scope is not None and scope is not reads:
             function = self.sources.plan(scope)
             brought = {op for ops in scope.arguments.values() for op in ops} & values
@@ -132,7 +163,7 @@ class _Attention:
         That does not come in where the three are one tensor (`SeparateInputs.through`).
         """
         users = (user for user in self.flow.users[value] if scope.holds(user.scope) and user not in values)
-        return any(self.projections.ways.keys().isdisjoint(s.path for s in user.scope.outward()) for user in users)
+        return any(self._call_of(user) is None for user in users)
 
     def _called(self, scope: Scope) -> ast.Call:
         """The expression that makes a call; a checkpoint around it gets what was read, too."""
@@ -142,15 +173,25 @@ class _Attention:
             self.sources.plan(scope.parent).put(("qkv", at), Through(at, qkv=True))
         return call
 
-    def _project(self, scope: Scope) -> None:
-        assert scope.parent is not None
-        function, at = self.sources.plan(scope.parent), span_of(self._called(scope))
-        if isinstance(scope.module, nn.MultiheadAttention):
+    def _project(self, call: _Call) -> None:
+        caller, name = _caller(call), self._name(call)
+        function = self.sources.plan(caller)
+        at = self.sources.span(caller, call) if isinstance(call, Op) else span_of(self._called(call))
+        if isinstance(call, Scope) and call not in self._helpers and isinstance(call.module, nn.MultiheadAttention):
             edit = Project(at, "qkv")
-        elif self.projections.fused is not None and scope.path == self.projections.fused_path:
+        elif self.projections.fused is not None and name == self.projections.fused_path:
             edit = Project(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
+        elif isinstance(call, Op) or call in self._helpers:
+            edit = Project(at, self.projections.ways[name])
         else:
-            below = scope.path.removeprefix(scope.parent.path).lstrip(".").split(".")
+            below = name.removeprefix(caller.path).lstrip(".").split(".")
             written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in below)
-            edit = Project(at, self.projections.ways[scope.path], module=f"{function.text.receiver}{written}")
+            edit = Project(at, self.projections.ways[name], module=f"{function.text.receiver}{written}")
         function.put(("project", at), edit)
+
+
+def _caller(call: _Call) -> Scope:
+    """The call in which it stands."""
+    scope = call.scope if isinstance(call, Op) else call.parent
+    assert scope is not None
+    return scope

@@ -131,8 +131,10 @@ class Carriers:
     def _may_skip_the_first(self, home: Scope) -> bool:
         """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""
         first = next((scope for scope in self.begin.chain() if scope.parent is home), None)
-        known = self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)
-        if first is None or home.code is None or not known:
+        entry = self.chain.entry
+        if first is None or home.code is None or first.holds(entry.scope):  # the block makes the first state itself
+            return False
+        if not home.holds(entry.scope) and not self.brought(home, entry, 0):
             return False
         try:
             return may_be_left_out(self.sources.text(home), self.sources.call(first))

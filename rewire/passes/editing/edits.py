@@ -176,13 +176,13 @@ class Apply:
 
 @dataclasses.dataclass(frozen=True)
 class Project:
-    """A call of a projection.
+    """A call of a projection, or a product with a weight.
 
     Attributes:
-        at: the call.
+        at: the call, or the product.
         way: ``q``, ``k`` or ``v``; ``fused``, or ``qkv`` for a torch.nn.MultiheadAttention.
         groups, sizes: of a fused one.
-        module: how the projection is written in the function's module: ``self.q_proj``.
+        module: how the projection is written in the function's module: ``self.q_proj``; empty for a product.
         others: where one call is of several projections, the others and their ways.
     """
 
@@ -313,6 +313,8 @@ class FunctionPlan:
 
     def _parts(self, one: Edit, other: Edit) -> str:
         """What an expression would have to be, in words."""
+        if isinstance(one, Project) and isinstance(other, Project):
+            return "several projections with weights: give each of queries, keys and values an expression of its own"
         streams = {self.trunks[edit.trunk] for edit in (one, other) if self.trunks and hasattr(edit, "trunk")}
         if len(streams) > 1:
             return f"two residual streams, those of trunks {' and '.join(map(repr, sorted(streams)))}"
@@ -329,7 +331,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Reach):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
         return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
-    if isinstance(a, Project) and a.way in "qkv" and b.way in "qkv":
+    if isinstance(a, Project) and a.module and b.module and a.way in "qkv" and b.way in "qkv":
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):

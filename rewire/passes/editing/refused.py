@@ -23,6 +23,8 @@ def check_in_place(carriers: Carriers) -> None:
     inside = {op for op, stage in carriers.stage.items() if stage < len(carriers.adds)}
     ours = {*carriers.on_way, *inside, *(add.part for add in carriers.adds)}
     for op, holders in carriers.flow.held.items():
+        if op is carriers.chain.entry and not carriers.begin.holds(op.scope):
+            continue  # nothing is edited there: the stream starts where it is read
         if op in ours:  # the edit gives the variable there its new value
             target = op.place and (op.place[0], _target(carriers, op))
             found = next((holder for holder in holders if (holder.code, holder.name) != target), None)

@@ -358,7 +358,28 @@ class _Editor:
         if edit.others:
             ways = ((edit.module, edit.way), *edit.others)
             what = "{" + ", ".join(f'{module}: "{way}"' for module, way in ways) + "}"
-        return [self._wrapped(self._call(edit.at).func, "project", [what])]
+        product = self._expression(edit.at)
+        if isinstance(product, ast.BinOp):
+            return [self._operator(product, what)]
+        called = self._call(edit.at).func
+        if isinstance(called, ast.Attribute) and hasattr(Tensor, called.attr) and self._is_value(called.value):
+            return [self._method(self._call(edit.at), called, what)]
+        return [self._wrapped(called, "project", [what])]
+
+    def _operator(self, product: ast.BinOp, what: str) -> Change:
+        """``x @ weight``, of what queries, keys or values read."""
+        (start, end), left, right = map(self.text.span, (product, product.left, product.right))
+        function = f"lambda x, weight: x {_symbol(product.op)} weight"
+        before = f"{self.depth}.project({function}, {what})"
+        return Change(start, end, lambda render: f"{before}({render(*left)}, {render(*right)})")
+
+    def _method(self, product: ast.Call, called: ast.Attribute, what: str) -> Change:
+        """``x.matmul(weight)``, likewise."""
+        (start, end), x, function = map(self.text.span, (product, called.value, called))
+        rest = "*rest, **named" if product.keywords else "*rest"
+        before = f"{self.depth}.project(lambda x, {rest}: x.{called.attr}({rest}), {what})"
+        behind = lambda render: render(function[1], end).lstrip()[1:]  # noqa: E731
+        return Change(start, end, lambda render: f"{before}({render(*x)}, {behind(render)}")
 
     def _function_first(self, call: ast.Call, method: str) -> Change:
         """A method of `Depth` in place of a call: of the function that is called, and its argument."""

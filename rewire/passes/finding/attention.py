@@ -1,15 +1,16 @@
 """Finder: which modules make the queries, keys and values of an attention, by what it uses as such.
 
 An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. What flows to its three
-inputs without weights on the way (heads, rotary embeddings, norms of queries) was made by the projections.
+inputs without weights on the way (heads, rotary embeddings, norms of queries) was made by the projections: modules, or
+products with weights in a forward, ``F.linear(x, self.in_proj_weight)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from rewire.conventions import out_features
-from rewire.passes.finding.adds import Add
+from rewire.conventions import is_matrix, out_features
+from rewire.passes.finding.adds import CASTS, VIEWS, Add
 from rewire.passes.finding.flow import Flow, Op, given
 from rewire.passes.finding.rerun import gradients
 
@@ -17,27 +18,55 @@ _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
 def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str]] | None:
-    """Paths of the modules that project queries, keys and values in a branch, or of the one that projects all three.
+    """What projects queries, keys and values in a branch, or what projects all three: see `Projections.paths`.
 
     Returns:
         Three paths (q, k, v); or one; or that of one of them, and of what makes the other two. And smaller maps that
         take part in one of the three (a gate of the values), by path. None if there is no attention, or several, or one
         module is part of two.
     """
-    found = [known for values in attentions(flow, add) if (known := _paths(flow, add, values))]
+    found = [known for op, values in attentions(flow, add) if (known := _paths(add, op, values))]
     return found[0] if found and all(known == found[0] for known in found) else None
 
 
-def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
-    """Queries, keys and values as each attention in a branch gets them."""
+def weight_of(op: Op) -> str:
+    """The weight that an operation in a forward multiplies by: ``attn.in_proj_weight``, or how a part of it is taken.
+
+    Empty if there is none, or several, or if it is made of several.
+    """
+    if op.leaf is not None or op.constant or not op.matrices:
+        return ""
+    weights = [source for source in op.inputs if source.constant and is_matrix(source.shape or ())]
+    return _taken_from(weights[0]) if len(weights) == 1 else ""
+
+
+def projected_by(op: Op) -> str:
+    """The module that an operation calls, or the weight that it multiplies by, as `projections_in` names it."""
+    if op.leaf is None:
+        return weight_of(op)
+    return op.scope.path if op.scope.module is op.leaf else f"{op.scope.path}.{op.name}".strip(".")
+
+
+def _taken_from(weight: Op) -> str:
+    if weight.parameter or len(weight.inputs) != 1:
+        return weight.parameter or (weight.node.name if weight.node is not None and not weight.inputs else "")
+    name = _taken_from(weight.inputs[0])
+    if not name or weight.name in CASTS | VIEWS or weight.name == "get":  # `weight.T`
+        return name
+    how = ", ".join(map(str, weight.sizes or weight.selected or ()))
+    return f"{name}.{weight.name}({how})[{weight.item}]"
+
+
+def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, tuple[Op, Op, Op]]]:
+    """Each attention in a branch, with its queries, keys and values."""
     for op in sorted(add.own, key=lambda op: op.index):
         if op.name == "scaled_dot_product_attention" and len(op.inputs) >= 3:
-            yield _by_name(op)
+            yield op, _by_name(op)
         elif op.name == "softmax":
             scores, outputs = _before(op, add.region), _behind(flow, op)
             pair = None if scores is None else _queries_first(flow, op, *scores.inputs[-2:])
             if pair is not None and outputs is not None:
-                yield (*pair, outputs)
+                yield op, (*pair, outputs)
 
 
 def _by_name(op: Op) -> tuple[Op, Op, Op]:
@@ -92,44 +121,57 @@ def _behind(flow: Flow, softmax: Op) -> Op | None:
         op = users[0]
 
 
-def _paths(flow: Flow, add: Add, values: tuple[Op, Op, Op]) -> tuple[tuple[str, ...], dict[str, str]] | None:
-    """The modules that made each of the values: of several the widest, and those beside it."""
-    made = [_sources(add.region, value) for value in values]
-    if any(not paths for paths in made):
+def _paths(add: Add, attention: Op, values: tuple[Op, Op, Op]) -> tuple[tuple[str, ...], dict[str, str]] | None:
+    """What made each of the values: of several the widest, and those beside it."""
+    made = [_sources(add.region, attention, value) for value in values]
+    if any(not widths for widths in made):
         return None
-    if all(paths == made[0] for paths in made):
-        return ((next(iter(made[0])),), {}) if len(made[0]) == 1 else None
-    for n, paths in enumerate(made):
-        a, b = made[:n] + made[n + 1 :]
+    names = [widths.keys() for widths in made]
+    if all(paths == names[0] for paths in names):
+        return (tuple(names[0]), {}) if len(names[0]) == 1 else None
+    for n, paths in enumerate(names):
+        a, b = names[:n] + names[n + 1 :]
         if a == b and len(a) == 1 and not a & paths:
-            own = max(sorted(paths), key=lambda path: _width(flow, path))
+            own = _widest(made[n])
             return (own, *a), dict.fromkeys(paths - {own}, "qkv"[n])
-    if made[0] & made[1] or made[0] & made[2] or made[1] & made[2]:
+    if names[0] & names[1] or names[0] & names[2] or names[1] & names[2]:
         return None
-    widest = tuple(max(sorted(paths), key=lambda path: _width(flow, path)) for paths in made)
-    return widest, {path: way for way, paths in zip("qkv", made, strict=True) for path in paths - {*widest}}
+    widest = tuple(map(_widest, made))
+    return widest, {path: way for way, paths in zip("qkv", names, strict=True) for path in paths - {*widest}}
 
 
-def _width(flow: Flow, path: str) -> int:
-    return out_features(flow.model.get_submodule(path)) or 0
+def _widest(widths: dict[str, int]) -> str:
+    return max(sorted(widths), key=lambda path: widths[path])
 
 
-def _sources(region: Collection[Op], value: Op) -> set[str]:
-    """The modules of the last operations with weights on the ways to a value; empty if one is no module's own."""
-    found: set[str] = set()
+def _sources(region: Collection[Op], attention: Op, value: Op) -> dict[str, int]:
+    """What multiplied by weights last on the ways to a value, and how wide that is; empty if one is unclear."""
+    found: dict[str, int] = {}
     seen, todo = {value}, [value]
     while todo:
         op = todo.pop()
         if op not in region:
             continue
         if op.weighted:
-            module = op.leaf or op.scope.module
-            if module is None or any(True for _ in module.children()) or op.scope.helper:
-                return set()
-            found.add(op.scope.path if op.scope.module is module else f"{op.scope.path}.{op.name}".strip("."))
+            path = _projects(op, attention)
+            if not path:
+                return {}
+            found[path] = out_features(op.leaf or op.scope.module) or (op.shape[-1] if op.shape else 0)
             continue
         for source in op.inputs:
             if source not in seen:
                 seen.add(source)
                 todo.append(source)
     return found
+
+
+def _projects(op: Op, attention: Op) -> str:
+    """The module that an operation with weights is the work of; or a weight, if it is part of the attention's forward.
+
+    Empty if that is unclear.
+    """
+    if op.leaf is not None:
+        return "" if any(True for _ in op.leaf.children()) or op.scope.helper else projected_by(op)
+    scope = next((scope for scope in op.scope.outward() if not scope.helper), op.scope)
+    whole = scope.module is not None and not any(True for _ in scope.module.children())
+    return scope.path if whole and not scope.holds(attention.scope) else weight_of(op)

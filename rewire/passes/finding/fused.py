@@ -13,7 +13,7 @@ import torch
 
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add, between
-from rewire.passes.finding.attention import attentions
+from rewire.passes.finding.attention import attentions, weight_of
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.rerun import gradients
 
@@ -25,13 +25,13 @@ def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str
 
     Args:
         flow, add: what the model computes, and the residual add of the attention.
-        path: of the projection.
+        path: of the projection, or its weight.
         width, inputs: its output features and input features.
     """
-    made = [op for op in flow if op.scope.path == path and op in add.region]
+    made = [op for op in flow if path in (op.scope.path, weight_of(op)) and op in add.region]
     if not made:
         return ""
-    uses = [*attentions(flow, add)] or _threes(flow, made[-1], add.region)
+    uses = [values for _, values in attentions(flow, add)] or _threes(flow, made[-1], add.region)
     known = {features for values in uses if (features := _features(flow, made[-1], width, inputs, values))}
     return known.pop() if len(known) == 1 else ""
 

@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import projections_in
+from rewire.passes.finding.attention import projections_in, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -29,7 +29,8 @@ class Projections:
     Attributes:
         where: path of the attention from the model's root.
         paths: the three projections (q, k, v); or one that is fused; or that of one of the three, and a fused one of
-            the others; or a torch.nn.MultiheadAttention.
+            the others; or a torch.nn.MultiheadAttention. Of a product with a weight in a forward, the weight's name, or
+            how a part of it is taken.
         fused: layout of a fused projection's output; None for three apart.
         beside: other maps that read the input of the queries, the keys or the values: path -> ``q``, ``k`` or ``v``.
     """
@@ -72,11 +73,12 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     model = flow.model
     found = list(found)
     known = None if add is None else projections_in(flow, add)
-    used = [known[0]] if known and _submodule(model, known[0][0]) is not None else []
-    usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
-    candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     region = () if add is None else add.region
     called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
+    called |= {weight_of(op) for op in region}
+    used = [known[0]] if known and (known[0][0] in called or _submodule(model, known[0][0]) is not None) else []
+    usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
+    candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     # In a joint attention of two streams, modules with usual names may read the other one.
     for paths, declared in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
         fused = declared if add is None else _layout(flow, site, add, paths, declared)
@@ -104,7 +106,7 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
     if not _needs_layout(flow.model, paths):
         return None
     path = paths[-1]
-    features = features_in(flow, add, path, out_features(flow.model.get_submodule(path)) or 0, site.width or 0)
+    features = features_in(flow, add, path, out_features(_submodule(flow.model, path)) or 0, site.width or 0)
     fused = as_fused(features)
     if len({*features}) + len(paths) != 4:  # it makes all three; or two, where another one makes the third
         return declared

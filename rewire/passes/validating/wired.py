@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from rewire.copies import shared
 from rewire.errors import ValidationMismatch
+from rewire.mixes.fused_qkv import Fused
 from rewire.passes.editing.carriers import casts_of
 from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, VIEWS
+from rewire.passes.finding.attention import weight_of
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import Flow, Op, Scope, around
 from rewire.passes.finding.projections import Projections, find_projections
@@ -186,6 +188,8 @@ class _Wiring(Recorder):
     Attributes:
         passes: of streams, so far.
         counts: of operations and calls, by their place.
+        modules: of the model, by path.
+        products: weights of projections that are products in a forward: see `Projections.paths`.
         calls: of modules in whose calls an attention reads: copies of what the present call was given, and `counts`
             before it.
         origins: of these copies, by their ids: the keys of what made the originals.
@@ -205,6 +209,9 @@ class _Wiring(Recorder):
         self.keys: dict[int, _Key] = {}
         self.calls: dict[str, tuple[nn.Module, Any, Any, Any]] = {}
         self.readers = {read.reader for reads in script.reads for read in reads}
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.products = {way for reads in script.reads for read in reads for way in read.projections.ways}
+        self.products -= self.modules.keys()
         self.probe: tuple[dict[_Key, Tensor], str] | None = None
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
@@ -235,6 +242,8 @@ class _Wiring(Recorder):
     def _happens(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """What an operation gives in place of its own result; None: that."""
         key, new = self.keys[op.index], None
+        if self.products and weight_of(op) in self.products:
+            return self._product(op, func, args, kwargs)
         if self.probe is not None:
             return self.probe[0].get(key)
         steps = self.script.steps.get(key, ())
@@ -335,28 +344,29 @@ class _Wiring(Recorder):
 
     def _apart(self, path: str, args: Any, kwargs: Any) -> Any:
         """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
-        own = [  # of several streams, where these meet in one attention
+        own = self._reads(path)
+        return self._projected(own, path, args, kwargs) if own else (args, kwargs)
+
+    def _reads(self, path: str) -> list[tuple[Wires, _Read]]:
+        """What a projection reads now: of several streams, where these meet in one attention."""
+        return [
             (wires, read)
             for wires, reads in zip(self.passes, self.script.reads, strict=True)
             for read in reads
             if wires.qkv is not None and wires.site == read.site and path in read.projections.ways
         ]
-        return self._projected(own, path, args, kwargs) if own else (args, kwargs)
 
     def _projected(self, reads: Sequence[tuple[Wires, _Read]], path: str, args: Any, kwargs: Any) -> Any:
-        module, projections = self.model.get_submodule(path), reads[0][1].projections
-        fused = projections.fused
+        module, projections = self.modules[path], reads[0][1].projections
         if isinstance(module, nn.MultiheadAttention):
             names = ("query", "key", "value")
             given = [self._fed(reads, path, way) for way in "qkv"]
             own = [(*g.given, *(g.kwargs[n] for n in names[len(g.given) :]))[n] for n, g in enumerate(given)]
             return (*own, *args[3:]), {name: value for name, value in kwargs.items() if name not in names}
-        if fused is None or path != projections.fused_path:
+        if path != projections.fused_path:
             alone = self._fed(reads, path, projections.ways[path])
             return alone.given, alone.kwargs
-        made = [module.forward(self._fed(reads, path, way).given[0]) for way in "qkv"]
-        parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
-        result = torch.cat(parts, -1).flatten(-2)
+        result = _parts([module.forward(*self._fed(reads, path, way).given) for way in "qkv"], projections.fused)
 
         def feed(*_: Any) -> Tensor:
             handle.remove()
@@ -364,6 +374,23 @@ class _Wiring(Recorder):
 
         handle: Any = module.register_forward_hook(feed)
         return args, kwargs
+
+    def _product(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """What a product with a weight gives, where that is a projection."""
+        path = weight_of(op)
+        if self.probe is not None:
+            if path == self.probe[1]:
+                raise _Reached(args, kwargs)
+            return None
+        reads = self._reads(path)
+        if not reads:
+            return None
+        projections = reads[0][1].projections
+        fused = path == projections.fused_path
+        with self:  # which does not see what runs inside an operation
+            fed = [self._fed(reads, path, way) for way in ("qkv" if fused else projections.ways[path])]
+        made = [func(*alone.given, **alone.kwargs) for alone in fed]
+        return _parts(made, projections.fused) if fused else made[0]
 
     def _fed(self, reads: Sequence[tuple[Wires, _Read]], path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
@@ -387,6 +414,13 @@ class _Wiring(Recorder):
             self.counts, self.probe = before, None
             del self.stack[depth:]
         raise ValidationMismatch(f"'{path}' is not called where '{reader}' is called once more.")
+
+
+def _parts(made: Sequence[Tensor], fused: Fused | None) -> Tensor:
+    """What a fused projection makes: each feature as it makes it of what queries, keys or values read."""
+    assert fused is not None
+    parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
+    return torch.cat(parts, -1).flatten(-2)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -133,3 +133,39 @@ class Apart(nn.Module):
 
 def test_a_stream_that_begins_outside_of_the_function_with_all_its_adds() -> None:
     assert_right(Apart(), adds=2)
+
+
+class Projects(nn.Module):
+    """As blocks of Kandinsky 3: a projection, or none, makes the state that the branch is added to."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.shortcut = nn.Identity() if width == WIDTH else nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x)
+        x = self.shortcut(x)
+        return x + y
+
+
+class InTurns(nn.Module):
+    """Its loop may leave out the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([Projects(WIDTH // 2), Projects(WIDTH)])
+        self.second = nn.ModuleList(Projects(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, other in zip(self.first, self.second[0:], strict=True):
+            x = one(x)
+            x = other(x)
+        return x
+
+
+def test_a_block_that_makes_the_first_state_itself_begins_the_stream() -> None:
+    x = torch.randn(2, 3, WIDTH // 2)
+    model = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), InTurns())
+    rewired = rewire.compile(model, "residual", example_inputs=(x,))
+    assert "open(" not in rewire.source(rewired, "1")

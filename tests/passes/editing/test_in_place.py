@@ -6,7 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from written_nets import BODY, assert_right, written_input, written_net
+from torch import Tensor, nn
+from written_nets import BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
 
@@ -89,3 +90,23 @@ def test_a_call_in_which_no_new_tensor_is_made_in_front(block: str, found: str |
     with contextlib.nullcontext() if found is None else pytest.raises(rewire.RewireError, match=found):
         given = written_input()
         torch.testing.assert_close(rewired(given), net(given))
+
+
+class Embeds(nn.Module):
+    """As NaFlexViT: positions are added in a method of its own, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.places = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(3, WIDTH))
+
+    def place(self, x: Tensor) -> None:
+        x.add_(self.places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.place(x)
+        return x
+
+
+def test_what_is_embedded_may_be_written_to_before_the_stream_starts() -> None:
+    assert_right(nn.Sequential(Embeds(), *written_net().blocks), 6)

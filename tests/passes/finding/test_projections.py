@@ -88,7 +88,10 @@ class Functional(nn.Module):
         (Shared, r"'0\.attn' cannot have separate.*0': attn\.qkv, attn\.out, mlp\.up.*pattern with `qkv`.*`fused`"),
         (OtherOrder, r"'0\.attn' cannot have.*'0\.attn\.qkv' makes them in the order k, q, v"),
         (OtherOrderOfViews, r"'0\.attn' cannot have.*'0\.attn\.qkv' makes them in the order k, v, q"),
-        (Functional, r"'0\.attn' cannot have.*does not call 0\.attn\.q, .* on the value.*pattern whose `qkv` names"),
+        (
+            Functional,
+            r"'0\.attn' cannot have.*several projections with weights: give each.*pattern whose `qkv` names",
+        ),
     ],
 )
 def test_what_cannot_be_taken_apart(attention: type[nn.Module], message: str) -> None:
