@@ -108,7 +108,7 @@ class _Attention:
 
     def _call_of(self, op: Op) -> _Call | None:
         """The projection that an operation is part of; None if it is part of none."""
-        helper = next((scope for scope in op.scope.outward() if scope in self._helpers), None)
+        helper = next((scope for scope in op.scope.chain() if scope in self._helpers), None)
         calls = (s for s in op.scope.outward() if not s.helper and s.path in self.projections.ways)
         return helper or next(calls, None) or (op if weight_of(op) in self.projections.ways else None)
 

@@ -14,6 +14,8 @@ from rewire.passes.finding.adds import CASTS, VIEWS, Add
 from rewire.passes.finding.flow import Flow, Op, given
 from rewire.passes.finding.rerun import gradients
 
+#: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` is `weight.T`.)
+_WHOLE = CASTS | VIEWS | {"get", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
@@ -48,10 +50,11 @@ def projected_by(op: Op) -> str:
 
 
 def _taken_from(weight: Op) -> str:
-    if weight.parameter or len(weight.inputs) != 1:
+    sources = [source for source in weight.inputs if is_matrix(source.shape or ())]
+    if weight.parameter or len(sources) != 1:
         return weight.parameter or (weight.node.name if weight.node is not None and not weight.inputs else "")
-    name = _taken_from(weight.inputs[0])
-    if not name or weight.name in CASTS | VIEWS or weight.name == "get":  # `weight.T`
+    name = _taken_from(sources[0])
+    if not name or weight.name in _WHOLE:
         return name
     how = ", ".join(map(str, weight.sizes or weight.selected or ()))
     return f"{name}.{weight.name}({how})[{weight.item}]"
@@ -109,16 +112,16 @@ def _before(softmax: Op, region: Collection[Op]) -> Op | None:
 
 
 def _behind(flow: Flow, softmax: Op) -> Op | None:
-    """The values of the product in which the weights are used."""
-    op = softmax
-    while True:
-        users = [user for user in flow.users[op] if not user.weighted]
-        product = next((user for user in users if user.name in _PRODUCTS), None)
-        if product is not None:
-            return next((source for source in product.inputs if source is not op and not source.constant), None)
-        if len(users) != 1:
-            return None
-        op = users[0]
+    """The values of the product in which the weights are used: dropped, masked, without what is no number."""
+    found, seen, todo = set[Op](), {softmax}, [softmax]
+    while todo:
+        for user in flow.users[todo.pop()]:
+            if user.name in _PRODUCTS and not user.weighted:
+                found.update(source for source in user.inputs if source not in seen and not source.constant)
+            elif not user.weighted and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return found.pop() if len(found) == 1 else None
 
 
 def _paths(add: Add, attention: Op, values: tuple[Op, Op, Op]) -> tuple[tuple[str, ...], dict[str, str]] | None:

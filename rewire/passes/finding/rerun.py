@@ -100,7 +100,8 @@ class _Run:
 
     def _random(self, op: Op, width: int) -> Tensor:
         """Random numbers in place of what an operation makes; of integers zeros."""
-        shape, dtype = op.shape or (*_TOKENS, width), op.dtype or torch.float32
+        shape = (*_TOKENS, width) if op.shape is None else op.shape
+        dtype = op.dtype or torch.float32
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32, device="cpu")
         return torch.full(shape, self.masked and dtype == torch.bool, dtype=dtype, device="cpu")

@@ -53,15 +53,22 @@ class ByEinsum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = torch.einsum("btd,hde->bthe", x, self.W_Q) + self.b_Q
         k, v = (torch.einsum("btd,hde->bthe", x, self.W_K), torch.einsum("btd,hde->bthe", x, self.W_V))
-        weights = torch.einsum("bqhe,bkhe->bhqk", q, k).softmax(-1)
+        scores = torch.einsum("bqhe,bkhe->bhqk", q, k)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        weights = torch.where(mask, scores, torch.tensor(float("-inf"))).softmax(-1)
+        weights = torch.where(weights.isnan(), torch.zeros_like(weights), weights)
         return torch.einsum("bqhe,hed->bqd", torch.einsum("bhqk,bkhe->bqhe", weights, v), self.W_O)
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
 class ByHelper(Attention):
-    """One function for all three."""
+    """One function for all three, that calls another one."""
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return product(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x, self.w_q), self.project(x, self.w_k), self.project(x, self.w_v)
@@ -110,6 +117,18 @@ class Chunked(Packed):
         return self.attend(F.linear(x, w_q), F.linear(x, w_k), F.linear(x, w_v))
 
 
+class Scaled(Packed):
+    """As modded-nanogpt has it: a learned factor on a part of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = F.linear(x, self.factor[0] * self.in_proj_weight[: 3 * WIDTH].type_as(x))
+        return self.attend(*made.chunk(3, -1))
+
+
 class OfModules(nn.Module):
     """As timm's EVA and BEiT have it: a module's weight, with a bias of its own."""
 
@@ -150,7 +169,7 @@ class Block(nn.Module):
 
 FORMS = [
     *(Attention, ByOperator, ByMethod, ByEinsum, ByHelper),
-    *(Packed, PackedByHead, Sliced, Chunked, OfModules, KeysAndValues),
+    *(Packed, PackedByHead, Sliced, Chunked, Scaled, OfModules, KeysAndValues),
 ]
 
 
