@@ -29,7 +29,7 @@ _LIMITS: dict[str, int] = {
         1: "n_group topk_group first_k_dense_replace num_nextn_predict_layers",
         2: "num_stages num_key_value_heads num_experts_per_tok moe_topk swa_num_key_value_heads o_groups index_n_heads",
         3: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth
-              encoder_num_layers decoder_num_layers encoder_n_layers decoder_n_layers""",
+              encoder_num_layers decoder_num_layers encoder_n_layers decoder_n_layers num_self_attends_per_block""",
         4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
               swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts
               num_conv_pos_embedding_groups window_size mm_tokens_per_image linear_num_heads""",
@@ -37,9 +37,9 @@ _LIMITS: dict[str, int] = {
               num_queries""",
         16: """head_dim v_head_dim d_kv kv_lora_rank q_lora_rank o_lora_rank index_head_dim embedding_size embed_dim
                chunk_size mamba_chunk_size linear_head_dim
-               hidden_size_per_layer_input max_source_positions swa_head_dim d_rel""",
+               hidden_size_per_layer_input max_source_positions swa_head_dim d_rel num_latents""",
         32: "image_size moe_intermediate_size shared_expert_intermediate_size",
-        64: """hidden_size d_model n_embd dim word_embed_proj_dim projection_dim out_hidden_size
+        64: """hidden_size d_model d_latents n_embd dim word_embed_proj_dim projection_dim out_hidden_size
                max_position_embeddings max_target_positions n_positions max_seq_len""",
         128: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff hidden_dim",
         _VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
@@ -101,6 +101,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "glm5_next_text": {"num_key_value_heads": 4},
     "inkling2_vision": {"text_hidden_size": 64},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4},
 }
 
 #: Auto classes in the order in which they are tried; a model with several parts is made without a head.
