@@ -256,7 +256,7 @@ def _rows(adds: list[Add]) -> list[Chain]:
     """
     rows = [Chain(adds[:1], [[]])]
     for add, following in itertools.pairwise(adds):
-        post, passage = _split(between(add.op, following.state) - {add.op})
+        post, passage = _split(between(add.op, following.state) - {add.op}, add.op, following.op)
         if _size(add.op) != _size(following.op) or _rearranged(post, add.op, following.op):
             rows.append(Chain([following], [[]]))
         else:
@@ -276,10 +276,15 @@ def _rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
     return turns % 2 == 1 or (before.shape != behind.shape and any(op.name in VIEWS for op in post))
 
 
-def _split(way: Iterable[Op]) -> tuple[list[Op], list[Op]]:
-    """The operations on the way from one state to the next: up to the last that changes values, and the rest."""
+def _split(way: Iterable[Op], before: Op, behind: Op) -> tuple[list[Op], list[Op]]:
+    """The operations on the way from one state to the next: up to the last that changes values, and the rest.
+
+    Views that turn back what was turned before such a change belong to the first.
+    """
     ops = sorted(way, key=lambda op: op.index)
     count = max((n for n, op in enumerate(ops, start=1) if op.name not in CASTS | VIEWS), default=0)
+    back = (n for n in range(count, len(ops) + 1) if not _rearranged(ops[:n], before, behind))
+    count = next(back, count)
     return ops[:count], ops[count:]
 
 
@@ -301,7 +306,7 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
             last.post = after[: len(names)]
         return
     leaving = (op for op in (last.op, *after) if block.holds(op.scope) and _leaves(flow, op, block))
-    last.post, _ = _split(between(last.op, next(leaving, last.op)) - {last.op})
+    last.post, _ = _split(between(last.op, next(leaving, last.op)) - {last.op}, last.op, last.op)
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:

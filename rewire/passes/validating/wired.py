@@ -151,8 +151,8 @@ class _Script:
         add = chain.adds[site]
         known = find_projections(found.flow, found.trunks[name].sites[site], patterns, add)
         readers = (user for user in found.flow.users[add.state] if user in add.region)
-        reader = around(op.scope.modules() for op in (add.op, *readers))[-1]
-        return _Read(site, known, self._keys[add.state], reader.path)
+        calls = around(op.scope.modules() for op in (add.op, *readers))
+        return _Read(site, known, self._keys[add.state], _hooked(calls)[-1].path)
 
 
 def _beginning(flow: Flow, chain: Chain) -> Scope:
@@ -161,9 +161,15 @@ def _beginning(flow: Flow, chain: Chain) -> Scope:
     own = {*first.region, *casts_of(first), *first.inner, first.op}
     users = (user for op in (first.state, *casts_of(first)) for user in flow.users[op])
     scopes = around(op.scope.modules() for op in (first.op, *(user for user in users if user in own)))
+    scopes = _hooked(scopes)
     adding = [s for s in scopes if any(add.op.scope is s for add in chain.adds)]
     given = [s for s in adding if any(chain.entry in ops for ops in s.arguments.values())]
     return given[0] if given else scopes[-1]
+
+
+def _hooked(calls: Sequence[Scope]) -> list[Scope]:
+    """Those that the recorder is told of: of modules, and not of their forwards as functions."""
+    return [call for call in calls if not call.bare]
 
 
 def _numbered(pairs: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[Any, _Key]]:

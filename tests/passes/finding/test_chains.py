@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from flows import CODE, Written
+from torch import Tensor, nn
 from written_nets import assert_right, written_net
 
+import rewire
 from rewire.passes.finding.chains import LONG, chains
 from rewire.passes.finding.flow import Op
 
@@ -107,3 +110,29 @@ def test_a_stream_that_ends_in_the_code_of_another_is_cut_there() -> None:
     x = net.op("input")
     loop(net.op("add", x, net.linear(x, "first"), place=(CODE, 8)))
     assert [len(chain.adds) for chain in chains(net.flow())[0]] == [2, 1, 2]
+
+
+class TurnedNorm(nn.LayerNorm):
+    """As SqueezeBERT's: of channels in front of the positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class TurnedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(2))
+        self.norms = nn.ModuleList(TurnedNorm(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](x + self.branches[0](x))
+        return self.norms[1](x + self.branches[1](x))
+
+
+def test_a_norm_that_turns_its_input_and_turns_it_back(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(2, 8, 5)
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), *(TurnedBlock() for _ in range(2)))
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+    assert sum(len(c.layout.units) for c in rewire.connections(rewired).values()) == 4 and not caplog.text
+    torch.testing.assert_close(rewired(x), model(x))

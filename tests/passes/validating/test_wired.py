@@ -402,3 +402,23 @@ def test_states_that_are_kept_where_training_scales_them(topology: str, caplog: 
     )
     rewire.compile(net, topology, example_inputs=(written_input(),))
     assert "is kept, or read by others than the next block" in caplog.text
+
+
+class CallsForwards(nn.Module):
+    """As SqueezeBERT: no hook is told of its blocks."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
+def test_blocks_whose_forwards_are_called(topology: str, caplog: pytest.LogCaptureFixture) -> None:
+    rewire.compile(CallsForwards(Block), topology, example_inputs=(X,))
+    assert not caplog.text
