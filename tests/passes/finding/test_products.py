@@ -212,3 +212,23 @@ def test_one_expression_for_all_three_is_refused() -> None:
         rewire.UnsupportedTopology, match=r"1\.mixer' cannot have separate.*several projections with weights"
     ):
         rewire.compile(stack(Mapped), Apart(), example_inputs=(torch.randn(2, 5, WIDTH),))
+
+
+class OfMemory(Attention):
+    """Keys and values are none of the stream's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(1, 5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.memory @ self.w_k, self.memory @ self.w_v
+        return F.linear(F.scaled_dot_product_attention(x @ self.w_q, k, v), self.w_o)
+
+
+@pytest.mark.parametrize(
+    ("attention", "kind"), [(ByOperator, "attention"), (Packed, "attention"), (OfMemory, "branch")]
+)
+def test_kinds_are_told_by_use(attention: type[nn.Module], kind: str) -> None:
+    (trunk,) = rewire.inspect(stack(attention), (torch.randn(2, 5, WIDTH),)).trunks
+    assert [site.kind for site in trunk.sites] == [kind, "ffn"] * 2
