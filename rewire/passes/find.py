@@ -19,7 +19,7 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
-from rewire.passes.finding.attention import projections_in
+from rewire.passes.finding.attention import kind_by_use
 from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
@@ -401,8 +401,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     )
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
-    if site.kind == "branch" and projections_in(flow, add):  # whatever it is called
-        site = dataclasses.replace(site, kind="attention")
+    site = dataclasses.replace(site, kind=kind_by_use(flow, add, site.kind))
     return site
 
 

@@ -106,10 +106,10 @@ def check(
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else ())
-    compare_moved(name, found, rewired, inputs, patterns)
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
     for trunk, site in _run_by_chance(rewired, inputs, trained):
         found.drop([found.trunks[trunk].sites[site]])
+    compare_moved(name, found, rewired, inputs, patterns)
 
 
 def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:

@@ -280,6 +280,7 @@ class Depth:
         """What a function returned, with tensors in place of streams."""
         number = itertools.count()
         earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
+        values: dict[int, Tensor] = {}  # of streams, by their ids: one that is returned twice is one tensor
 
         def value_of(item: Any) -> Any:
             n = next(number)
@@ -287,13 +288,17 @@ class Depth:
                 return item
             if (item.layout.trunk, n) in earlier:
                 return item.value()
-            item = item if post else item.settled()
-            live = self._of_trunk(item.layout.trunk)
+            if id(item) not in values:
+                values[id(item)] = taken(item if post else item.settled())
+            return values[id(item)]
+
+        def taken(stream: Stream) -> Tensor:
+            live = self._of_trunk(stream.layout.trunk)
             if live is None:
-                live = Live(item, self._entry(item))
+                live = Live(stream, self._entry(stream))
                 live.first = 0
                 return self._track(live, norm)
-            live.stream, live.given = item, False
+            live.stream, live.given = stream, False
             return live.read(norm)
 
         return mapped(result, value_of)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from comparing import assert_close, evaluate
+from models import PreNorm, vectors
+from torch import Tensor, nn
 from written_nets import WIDTH, assert_right, written_input, written_net
 
 import rewire
@@ -47,3 +49,38 @@ STEPS = [
 def test_a_helper_that_changes_one_of_two_streams_in_a_dict(step: str) -> None:
     block = f'def step(state):\n    {step}\nx["a"] = x["a"] + self.f(x["a"])\nstep(x)\nreturn x'
     assert_right(written_net(block, TWO), 6)
+
+
+class Stage(nn.Module):
+    """As U-nets have them: it returns the state, and those behind its blocks, the state again among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PreNorm() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        states: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            x = block(x)
+            states += (x,)
+        return x, states
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stages = nn.Linear(32, 32), nn.ModuleList(Stage() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.stem(x), []
+        for stage in self.stages:
+            x, states = stage(x)
+            kept += states
+        return x + sum(kept)
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer", "muddformer"])
+def test_a_stream_that_is_returned_twice_is_one_value(topology: str) -> None:
+    x = vectors(width=32)
+    rewired = rewire.compile(Stages(), topology, example_inputs=(x,))
+    assert sum(len(c.layout.units) for c in rewire.connections(rewired).values()) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import itertools
 from typing import TypeAlias
@@ -55,8 +56,8 @@ class _Attention:
         if any(op.weighted for op in way):
             raise EditError("its input passes other weights before the projections")
         reads = self._reader()
-        for call, _ in calls:
-            self._hand_down(reads, call, {state, *way})
+        for call, read in calls:
+            self._hand_down(reads, call, {state}.union(*(between(state, op) for op in read)), {state, *way})
             self._project(call)
         functions = {scope for call, _ in calls for scope in _caller(call).outward() if reads.holds(scope)}
         copied = 0
@@ -139,8 +140,15 @@ class _Attention:
             raise EditError("it does not read the state that its output is added to")
         return scopes[-1]
 
-    def _hand_down(self, reads: Scope, projection: _Call, values: set[Op]) -> None:
-        """Hand what was read to the function that calls a projection."""
+    def _hand_down(self, reads: Scope, projection: _Call, values: set[Op], ways: set[Op]) -> None:
+        """Hand what was read to the function that calls a projection.
+
+        Args:
+            reads: the function that reads the stream.
+            projection: the call.
+            values: the state, and what stands between it and this projection.
+            ways: and the others.
+        """
         scope: Scope | None = _caller(projection)
         while scope is not None and scope is not reads:
             function = self.sources.plan(scope)
@@ -149,7 +157,7 @@ class _Attention:
                 raise EditError(f"the value that it reads does not come into {function.text.where()} as an argument")
             last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
             names = [name for name, ops in scope.arguments.items() if last in ops]
-            width = None if self._reads_more(scope, last, values) else self.width
+            width = None if self._reads_more(scope, last, ways) else self.width
             for name in names:
                 function.put(("parameter", name), Parameter(name, qkv=True, width=width))
             call = self._called(scope)
@@ -179,14 +187,14 @@ class _Attention:
         at = self.sources.span(caller, call) if isinstance(call, Op) else span_of(self._called(call))
         if isinstance(call, Scope) and call not in self._helpers and isinstance(call.module, nn.MultiheadAttention):
             edit = Project(at, "qkv")
-        elif self.projections.fused is not None and name == self.projections.fused_path:
-            edit = Project(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
-        elif isinstance(call, Op) or call in self._helpers:
-            edit = Project(at, self.projections.ways[name])
         else:
-            below = name.removeprefix(caller.path).lstrip(".").split(".")
-            written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in below)
-            edit = Project(at, self.projections.ways[name], module=f"{function.text.receiver}{written}")
+            fused = self.projections.fused if name == self.projections.fused_path else None
+            way = "fused" if fused else self.projections.ways[name]
+            edit = Project(at, way, *((fused.groups, fused.sizes) if fused else ()))
+            if isinstance(call, Scope) and call not in self._helpers and function.method:
+                below = name.removeprefix(caller.path).lstrip(".").split(".")
+                written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in below)
+                edit = dataclasses.replace(edit, module=f"{function.text.receiver}{written}")
         function.put(("project", at), edit)
 
 

@@ -182,7 +182,8 @@ class Project:
         at: the call, or the product.
         way: ``q``, ``k`` or ``v``; ``fused``, or ``qkv`` for a torch.nn.MultiheadAttention.
         groups, sizes: of a fused one.
-        module: how the projection is written in the function's module: ``self.q_proj``; empty for a product.
+        module: how a projection that is a module is written in a method of the function's own: ``self.q_proj``; else
+            empty.
         others: where one call is of several projections, the others and their ways.
     """
 

@@ -355,13 +355,13 @@ class _Editor:
 
     def _project(self, edit: Project) -> list[Change]:
         what = repr((edit.groups, edit.sizes)) if edit.way == "fused" else f'"{edit.way}"'
-        if edit.others:
-            ways = ((edit.module, edit.way), *edit.others)
-            what = "{" + ", ".join(f'{module}: "{way}"' for module, way in ways) + "}"
         product = self._expression(edit.at)
         if isinstance(product, ast.BinOp):
             return [self._operator(product, what)]
         called = self._call(edit.at).func
+        if edit.others or (edit.module and ast.unparse(called) != edit.module):  # of others, too, perhaps in a loop
+            ways = ((edit.module, what), *((module, f'"{way}"') for module, way in edit.others))
+            what = "{" + ", ".join(f"{module}: {way}" for module, way in ways) + "}"
         if isinstance(called, ast.Attribute) and hasattr(Tensor, called.attr) and self._is_value(called.value):
             return [self._method(self._call(edit.at), called, what)]
         return [self._wrapped(called, "project", [what])]

@@ -60,6 +60,21 @@ def _taken_from(weight: Op) -> str:
     return f"{name}.{weight.name}({how})[{weight.item}]"
 
 
+def kind_by_use(flow: Flow, add: Add, kind: str) -> str:
+    """``attention`` for a branch that is used as one, and ``cross-attention`` where only queries are of the stream.
+
+    Args:
+        flow, add: what the model computes, and the branch's residual add.
+        kind: what names say.
+    """
+    if kind == "branch":
+        return "attention" if projections_in(flow, add) else kind
+    if kind != "attention":
+        return kind
+    own = [[value in add.region for value in values] for _, values in attentions(flow, add)]
+    return "cross-attention" if own and all(values == [True, False, False] for values in own) else kind
+
+
 def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, tuple[Op, Op, Op]]]:
     """Each attention in a branch, with its queries, keys and values."""
     for op in sorted(add.own, key=lambda op: op.index):
@@ -101,7 +116,7 @@ def _before(softmax: Op, region: Collection[Op]) -> Op | None:
     found, seen, todo = [], {softmax}, [softmax]
     while todo:
         op = todo.pop()
-        if op.name in _PRODUCTS and sum(source in region for source in op.inputs) >= 2:
+        if op.name in _PRODUCTS and sum(not source.constant for source in op.inputs) >= 2:
             found.append(op)
             continue
         for source in op.inputs:

@@ -106,6 +106,39 @@ class Fused(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Gated(Attention):
+    """As iFormer: values have a gate, in a row of modules that are called in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(self.c_q(x), self.c_k(x), self.gate(x) * self.c_v(x)))
+
+
+class FusedInARow(Fused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.everything = nn.Sequential(self.everything, nn.Dropout(0.0))
+
+
+class WithMemory(nn.Module):
+    """As Stable Cascade: keys and values are made of the state and of something else, and come as another argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.inner = nn.Parameter(torch.randn(2, 3, WIDTH)), TwoArguments()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, torch.cat([x, self.memory], 1))
+
+
+class TwoArguments(Attention):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(self.c_q(x), self.c_k(context), self.c_v(context)))
+
+
 class Block(nn.Module):
     def __init__(self, attention: type[nn.Module]) -> None:
         super().__init__()
@@ -118,12 +151,20 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "attention", [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, Fused], ids=lambda cls: cls.__name__
+    "attention",
+    [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, Fused, Gated, FusedInARow],
+    ids=lambda cls: cls.__name__,
 )
 def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(attention) for _ in range(2)))
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+def test_keys_of_more_than_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(WithMemory) for _ in range(2)))
+    rewired = rewire.compile(model, "muddformer", example_inputs=(torch.randn(2, 5, WIDTH),))  # validated
+    assert [len(c.layout.dims.attention) for c in rewire.connections(rewired).values()] == [2] and not caplog.text
 
 
 def test_names_that_mislead() -> None:
@@ -318,3 +359,20 @@ def test_an_attention_of_two_streams() -> None:
     for (name, chain), kind in zip(finding.chains.items(), ("to", "add"), strict=True):
         found = find_projections(finding.flow, finding.trunks[name].sites[0], (), chain.adds[0])
         assert found.paths == tuple(f"blocks.0.{kind}_{way}" for way in "qkv")
+
+
+class OfSomethingElse(Attention):
+    """Its name says nothing of where keys and values come from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.linspace(-1, 1, 3 * WIDTH).view(1, 3, WIDTH)
+        scores = self.c_q(x) @ self.c_k(memory).transpose(-2, -1)
+        return self.out(scores.softmax(-1) @ self.c_v(memory))
+
+
+def test_of_a_cross_attention_only_the_queries_are_of_the_stream() -> None:
+    model, x = nn.Sequential(*(Block(OfSomethingElse) for _ in range(2))), torch.randn(2, 5, WIDTH)
+    (trunk,) = rewire.inspect(model, (x,)).trunks
+    assert [site.kind for site in trunk.sites] == ["cross-attention", "ffn"] * 2
+    rewired = rewire.compile(model, "muddformer", example_inputs=(x,))  # which reads one value there
+    assert not [c.layout.dims.attention for c in rewire.connections(rewired).values() if c.layout.dims.attention]
