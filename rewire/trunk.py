@@ -27,7 +27,8 @@ class Site:
         name: path of the branch from the model's root, ``model.layers.0.self_attn``.
         block: path of the module whose forward adds, ``model.layers.0``.
         branch: the main module of the branch, below the block: ``self_attn``.
-        kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
+        kind: ``attention``, ``cross-attention``, ``linear-attention`` (without a softmax), ``ffn``, ``parallel``,
+            ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
         affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
         in_place: whether these write to the sum.

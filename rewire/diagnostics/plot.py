@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from rewire.diagnostics.signals import SiteSignals, TrunkSignals
 
-_COLORS = {"attention": BLUE, "ffn": RED, "cross-attention": TEAL, "conv": BLUE, "parallel": TEAL, "branch": GREY}
+_COLORS = {
+    **{"attention": BLUE, "linear-attention": BLUE, "conv": BLUE, "ffn": RED},
+    **{"cross-attention": TEAL, "parallel": TEAL, "branch": GREY},
+}
 _DOTTED = (0, (1, 1.5))
 _MARKED = 30  # sites up to which each one has a marker
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
+from rewire.logs import rewrite as log
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Dims, Start, as_recurrence
@@ -141,4 +142,11 @@ def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> 
     if not topology.reads_qkv:
         return []
     found = [units[n] for n in _opening(units) if trunk.sites[n].kind in ("attention", "parallel")]
+    others = [trunk.sites[n].name for n in _opening(units) if trunk.sites[n].kind == "linear-attention"]
+    if others:
+        log.warning(
+            "'%s'%s: one read for queries, keys and values, as no softmax attention was found there",
+            others[0],
+            f" and {len(others) - 1} more" if len(others) > 1 else "",
+        )
     return topology.attention_units(Dims(units[-1], trunk.width, frozenset(found)))

@@ -19,12 +19,12 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
-from rewire.passes.finding.attention import kind_by_use
 from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
 from rewire.passes.finding.names import channels_of, named
+from rewire.passes.finding.projections import kind_by_use
 from rewire.passes.finding.record import record
 from rewire.passes.prepare import Prepared
 from rewire.patterns import Pattern
@@ -401,8 +401,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     )
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
-    site = dataclasses.replace(site, kind=kind_by_use(flow, add, site.kind))
-    return site
+    return dataclasses.replace(site, kind=kind_by_use(flow, site, patterns, add))
 
 
 def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:

@@ -24,7 +24,7 @@ Named = tuple[int, ...] | tuple[tuple[Unit, tuple[int, ...]], ...]
 Units = Unit | Sequence[Unit] | None
 Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
 #: What a branch may be, as `rewire.inspect` shows it.
-KINDS = ("attention", "cross-attention", "ffn", "parallel", "conv", "branch")
+KINDS = ("attention", "cross-attention", "linear-attention", "ffn", "parallel", "conv", "branch")
 #: In place of a source's number: the sum of all increments that are not named.
 REST = -1
 #: The inputs of an attention.

@@ -60,21 +60,6 @@ def _taken_from(weight: Op) -> str:
     return f"{name}.{weight.name}({how})[{weight.item}]"
 
 
-def kind_by_use(flow: Flow, add: Add, kind: str) -> str:
-    """``attention`` for a branch that is used as one, and ``cross-attention`` where only queries are of the stream.
-
-    Args:
-        flow, add: what the model computes, and the branch's residual add.
-        kind: what names say.
-    """
-    if kind == "branch":
-        return "attention" if projections_in(flow, add) else kind
-    if kind != "attention":
-        return kind
-    own = [[value in add.region for value in values] for _, values in attentions(flow, add)]
-    return "cross-attention" if own and all(values == [True, False, False] for values in own) else kind
-
-
 def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, tuple[Op, Op, Op]]]:
     """Each attention in a branch, with its queries, keys and values."""
     for op in sorted(add.own, key=lambda op: op.index):

@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import projections_in, weight_of
+from rewire.passes.finding.attention import attentions, projections_in, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -57,6 +57,27 @@ class Projections:
             f"the attention '{self.where}' cannot have separate q/k/v inputs: {why}. Use a topology that "
             "reads one value, or register a pattern whose `qkv` names the projections that its forward calls."
         )
+
+
+def kind_by_use(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> str:
+    """The kind of a branch, where its use says more than its name.
+
+    An ``attention`` whose keys and values are not of the stream is a ``cross-attention``; one without a softmax, and
+    without projections by name, a ``linear-attention``, which reads one value; a ``branch`` with a softmax, and with
+    projections, is an ``attention``.
+    """
+    if site.kind not in ("attention", "branch"):
+        return site.kind
+    own = [[value in add.region for value in values] for _, values in attentions(flow, add)]
+    if site.kind == "attention" and own:
+        return "cross-attention" if all(values == [True, False, False] for values in own) else "attention"
+    if site.kind == "branch" and not own:
+        return "branch"
+    try:
+        find_projections(flow, site, found, add)
+    except UnsupportedTopology:
+        return "linear-attention" if site.kind == "attention" else "branch"
+    return "attention"
 
 
 def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add | None = None) -> Projections:
