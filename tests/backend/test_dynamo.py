@@ -384,17 +384,26 @@ def test_another_trunk_of_the_same_name_is_refused() -> None:
         compiled(vectors(), layers=2)
 
 
-class Unnamed(PreNorm):
-    """Its projections have no names that say what they are."""
-
+class KeysFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.maps, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, q, v = self.maps(x).chunk(3, -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def test_projections_without_usual_names_are_refused() -> None:
-    with pytest.raises(BackendCompilerFailed, match=r"'layers.0.attn' cannot have separate .* maps: layers.0.attn.0\)"):
-        torch.compile(Stack(Unnamed), backend=backend("dca", start="paper"))(vectors())
+class OtherOrder(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn: nn.Module = KeysFirst()
+
+
+def test_projections_that_cannot_be_fed_are_refused() -> None:
+    message = r"'layers.0.attn' cannot have separate .* maps: layers.0.attn.maps\)"
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(Stack(OtherOrder), backend=backend("dca", start="paper"))(vectors())
 
 
 def test_separate_norms_are_refused() -> None:

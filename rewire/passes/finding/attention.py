@@ -148,14 +148,21 @@ def _widest(widths: dict[str, int]) -> str:
 
 
 def _sources(region: Collection[Op], attention: Op, value: Op) -> dict[str, int]:
-    """What multiplied by weights last on the ways to a value, and how wide that is; empty if one is unclear."""
+    """What multiplies by weights first on the ways to a value, and how wide that is; empty if one is unclear.
+
+    What comes behind it (a short convolution of keys, a second map) works on what it has made.
+    """
+    behind: set[Op] = set()  # operations with weights
+    for op in sorted(region, key=lambda op: op.index):
+        if any(source in region and (source.weighted or source in behind) for source in op.inputs):
+            behind.add(op)
     found: dict[str, int] = {}
     seen, todo = {value}, [value]
     while todo:
         op = todo.pop()
         if op not in region:
             continue
-        if op.weighted:
+        if op.weighted and op not in behind:
             path = _projects(op, attention)
             if not path:
                 return {}

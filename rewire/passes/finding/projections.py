@@ -108,8 +108,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
             if not beside and known is not None and known[0] == paths:
                 beside = known[1]
             return Projections(site.name, paths, fused, beside)
-    block = model.get_submodule(site.block)
-    below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
+    below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs: what makes its queries, keys and values "
         f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a "
@@ -189,7 +188,7 @@ def _blocks(site: Site) -> Iterator[str]:
 
 def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     """Paths of modules with the usual names, those in the branch first."""
-    modules = dict(model.get_submodule(site.block).named_modules())
+    modules = _below(model, site)
     linear = [path for path, child in modules.items() if getattr(child, "weight", None) is not None]
     weighted = [path for path, child in modules.items() if next(child.parameters(), None) is not None]  # LoRA by hand
     parents = [path for path in modules if path == site.branch or path.startswith(f"{site.branch}.")]
@@ -204,6 +203,12 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
         children = [path for path in linear if path.startswith(prefix) and "." not in path[len(prefix) :]]
         found += [(path,) for path in children if FUSED_QKV.search(path[len(prefix) :])]
     return [tuple(_join(site.block, path) for path in paths) for paths in found]
+
+
+def _below(model: nn.Module, site: Site) -> dict[str, nn.Module]:
+    """The modules of a block by their paths below it; of a flat graph none."""
+    block = _submodule(model, site.block)
+    return {} if block is None else dict(block.named_modules())
 
 
 def _join(*paths: str) -> str:
