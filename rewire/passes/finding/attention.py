@@ -108,6 +108,8 @@ def _before(softmax: Op, region: Collection[Op]) -> Op | None:
             if source in region and not source.weighted and source not in seen:
                 seen.add(source)
                 todo.append(source)
+    # Of positions there may be another one.
+    found = [op for op in found if all(source in region for source in op.inputs[-2:])] or found
     return found[0] if len(found) == 1 else None
 
 

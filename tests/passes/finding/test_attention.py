@@ -80,6 +80,22 @@ class ByEinsum(Attention):
         return self.out(torch.einsum("bqk,bkd->bqd", weights, self.c_v(x)))
 
 
+class OfPositions(Attention):
+    """As Transformer-XL: queries are multiplied by positions, too."""
+
+    names = ("one", "two", "three")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Linear(1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.two(x), self.three(x), self.one(x)
+        places = self.place(torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+        scores = torch.einsum("bqd,bkd->bqk", q, k) + 0.1 * torch.einsum("bqd,kd->bqk", q, places)
+        return self.out(scores.softmax(-1) @ v)
+
+
 class Delegating(Calls):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -152,7 +168,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(
     "attention",
-    [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, Fused, Gated, FusedInARow],
+    [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, OfPositions, Fused, Gated, FusedInARow],
     ids=lambda cls: cls.__name__,
 )
 def test_each_reads_its_own(attention: type[nn.Module]) -> None:
