@@ -168,13 +168,20 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(
     "attention",
-    [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, OfPositions, Fused, Gated, FusedInARow],
+    [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, Fused, Gated, FusedInARow],
     ids=lambda cls: cls.__name__,
 )
 def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(attention) for _ in range(2)))
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+def test_a_second_product_of_positions(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(OfPositions) for _ in range(2))), torch.randn(2, 5, WIDTH)
+    assert projections_of(model, (x,)).paths == ("1.attn.two", "1.attn.three", "1.attn.one")
+    rewire.compile(model, "muddformer", example_inputs=(x,))  # validated
+    assert not caplog.text
 
 
 def test_keys_of_more_than_the_state(caplog: pytest.LogCaptureFixture) -> None:
