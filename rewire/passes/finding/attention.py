@@ -36,10 +36,21 @@ def weight_of(op: Op) -> str:
 
     Empty if there is none, or several, or if it is made of several.
     """
+    weight = weight_in(op)
+    return "" if weight is None else _taken_from(weight)
+
+
+def weight_in(op: Op) -> Op | None:
+    """What makes the only weight that an operation in a forward multiplies by."""
     if op.leaf is not None or op.constant or not op.matrices:
-        return ""
-    weights = [source for source in op.inputs if source.constant and is_matrix(source.shape or ())]
-    return _taken_from(weights[0]) if len(weights) == 1 else ""
+        return None
+    weights = [source for source in op.inputs if source.constant and _is_matrix(source)]
+    return weights[0] if len(weights) == 1 else None
+
+
+def _is_matrix(weight: Op) -> bool:
+    """Also of a part of one, whose shape a trace does not tell."""
+    return any(map(_is_matrix, weight.inputs)) if weight.shape is None else is_matrix(weight.shape)
 
 
 def projected_by(op: Op) -> str:
@@ -50,7 +61,7 @@ def projected_by(op: Op) -> str:
 
 
 def _taken_from(weight: Op) -> str:
-    sources = [source for source in weight.inputs if is_matrix(source.shape or ())]
+    sources = [source for source in weight.inputs if _is_matrix(source)]
     if weight.parameter or len(sources) != 1:
         return weight.parameter or (weight.node.name if weight.node is not None and not weight.inputs else "")
     name = _taken_from(sources[0])

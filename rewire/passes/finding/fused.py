@@ -13,7 +13,7 @@ import torch
 
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add, between
-from rewire.passes.finding.attention import attentions, weight_of
+from rewire.passes.finding.attention import attentions, weight_in, weight_of
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.rerun import gradients
 
@@ -26,14 +26,23 @@ def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str
     Args:
         flow, add: what the model computes, and the residual add of the attention.
         path: of the projection, or its weight.
-        width, inputs: its output features and input features.
+        width, inputs: its output features, 0 for a product with a weight, and input features.
     """
     made = [op for op in flow if path in (op.scope.path, weight_of(op)) and op in add.region]
     if not made:
         return ""
+    width = width or _rows(made[-1])
     uses = [values for _, values in attentions(flow, add)] or _threes(flow, made[-1], add.region)
     known = {features for values in uses if (features := _features(flow, made[-1], width, inputs, values))}
     return known.pop() if len(known) == 1 else ""
+
+
+def _rows(product: Op) -> int:
+    """Output features of a product with a weight, as the weight's shape tells them; 0 if it does not."""
+    weight = weight_in(product)
+    if weight is None or weight.shape is None:
+        return 0
+    return int(weight.shape[0 if product.name == "linear" else -1])
 
 
 def as_fused(features: str) -> Fused | None:

@@ -108,12 +108,13 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
             if not beside and known is not None and known[0] == paths:
                 beside = known[1]
             return Projections(site.name, paths, fused, beside)
+    use = "It was traced without inputs: pass example_inputs. Or use" if add and add.op.node is not None else "Use"
     below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs: what makes its queries, keys and values "
-        f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a "
-        "topology that reads one value, or register a pattern with `qkv` set to the paths of the three below the block "
-        "(or of a fused one, and `fused` to the layout of its output)."
+        f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). "
+        f"{use} a topology that reads one value, or register a pattern with `qkv` set to the paths of the three below "
+        "the block (or of a fused one, and `fused` to the layout of its output)."
     )
 
 
