@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,3 +233,20 @@ class OfMemory(Attention):
 def test_kinds_are_told_by_use(attention: type[nn.Module], kind: str) -> None:
     (trunk,) = rewire.inspect(stack(attention), (torch.randn(2, 5, WIDTH),)).trunks
     assert [site.kind for site in trunk.sites] == [kind, "ffn"] * 2
+
+
+@pytest.mark.parametrize("attention", [Attention, ByOperator, ByMethod, ByHelper, Packed, Sliced, Chunked])
+def test_a_trace_tells_the_same(attention: type[nn.Module]) -> None:
+    model, x = stack(attention), torch.randn(2, 5, WIDTH)
+    traced, run = (rewire.compile(model, "dca", start="paper", example_inputs=given) for given in (None, (x,)))
+    weights = {name: value for name, value in run.state_dict().items() if "depth_connections" in name}
+    assert weights.keys() <= traced.state_dict().keys()
+    torch.testing.assert_close(traced(x), run(x))
+
+
+def test_where_a_trace_tells_nothing_inputs_are_asked_for(tmp_path: Path) -> None:
+    model, x = stack(PackedByHead), torch.randn(2, 5, WIDTH)
+    rewire.save(rewire.compile(model, "muddformer", example_inputs=(x,)), tmp_path)
+    with pytest.raises(rewire.UnsupportedTopology, match="traced without inputs: pass example_inputs"):
+        rewire.load(tmp_path, stack(PackedByHead))
+    torch.testing.assert_close(rewire.load(tmp_path, stack(PackedByHead), example_inputs=(x,))(x), model(x))
