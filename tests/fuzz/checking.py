@@ -71,6 +71,7 @@ def check(net: Net, folder: Path, validate: bool = True) -> str:
             with mock.patch("torch.utils.checkpoint.checkpoint", _uncheckpointed):
                 _run(model.train(training), (x, mask))
             _run(model.train(training), (x, mask))
+        _run(model, (x,))
     except RuntimeError:
         return "invalid"  # an in-place operation on what a gradient needs, say; checkpoints do not look for these
     model = net.build(folder)
