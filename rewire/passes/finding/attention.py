@@ -7,6 +7,7 @@ products with weights in a forward, ``F.linear(x, self.in_proj_weight)``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 
 from rewire.conventions import is_matrix, out_features
@@ -29,6 +30,18 @@ def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str
     """
     found = [known for op, values in attentions(flow, add) if (known := _paths(add, op, values))]
     return found[0] if found and all(known == found[0] for known in found) else None
+
+
+def shared_in(flow: Flow, add: Add) -> str:
+    """In words, what makes two of queries, keys and values, as in latent attentions; empty if nothing does."""
+    names = {"q": "queries", "k": "keys", "v": "values"}
+    for op, values in attentions(flow, add):
+        made = {way: _sources(add.region, op, value).keys() for way, value in zip("qkv", values, strict=True)}
+        for a, b in itertools.combinations("qkv", 2):
+            both = sorted(made[a] & made[b])
+            if both and not all(made[a] == paths for paths in made.values()):
+                return f"both {names[a]} and {names[b]} are made of what '{both[0]}' makes"
+    return ""
 
 
 def weight_of(op: Op) -> str:

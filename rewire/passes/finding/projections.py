@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import attentions, projections_in, weight_of
+from rewire.passes.finding.attention import attentions, projections_in, shared_in, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -110,9 +110,10 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
             return Projections(site.name, paths, fused, beside)
     use = "It was traced without inputs: pass example_inputs. Or use" if add and add.op.node is not None else "Use"
     below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]
+    why = (add and shared_in(flow, add)) or "what makes its queries, keys and values was not found, by names or by use"
     raise UnsupportedTopology(
-        f"the attention '{site.name}' cannot have separate q/k/v inputs: what makes its queries, keys and values "
-        f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). "
+        f"the attention '{site.name}' cannot have separate q/k/v inputs: {why} "
+        f"(linear maps of '{site.block}': {', '.join(below) or 'none'}). "
         f"{use} a topology that reads one value, or register a pattern with `qkv` set to the paths of the three below "
         "the block (or of a fused one, and `fused` to the layout of its output)."
     )
