@@ -75,7 +75,8 @@ class _Attention:
             known = function.edits.get(("apply", at))
             if isinstance(known, Apply) and known.norm:
                 del function.edits["apply", at]
-            function.put(("apply", at), Apply(at, calls=scope is not op.scope))
+            joins = sum(source is state or source in way for source in op.inputs) > 1
+            function.put(("apply", at), Apply(at, calls=scope is not op.scope, joins=joins))
             copied += separate_norms and self._copy(function, scope, op)
         return copied
 

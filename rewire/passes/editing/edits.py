@@ -167,11 +167,13 @@ class Apply:
         norm: whether it is the call of a norm, which may be computed with the read; else it is computed for queries,
             keys and values each.
         calls: whether it calls a function or a module of the user's, rather than a method of a tensor.
+        joins: whether it is of several values on the way: ``x.masked_scatter(mask, self.norm(x[mask]))``.
     """
 
     at: Span
     norm: bool = False
     calls: bool = False
+    joins: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +346,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
-    loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None}
+    loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None, "joins": True}
     if getattr(a, "site", None) == getattr(b, "site", None):
         del loose["site"]
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}

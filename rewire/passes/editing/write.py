@@ -327,7 +327,7 @@ class _Editor:
             return [self._function_first(self._call(edit.at), "apply")]
         if isinstance(node, ast.Call) and is_call_of_one(node) and self._operands(node, edit.calls) == node.args:
             return [self._function_first(node, "apply")]
-        return [self._as_function(edit.at, "apply", edit.calls)]
+        return [self._as_function(edit.at, "apply", edit.calls, joins=edit.joins)]
 
     def _view(self, edit: View) -> list[Change]:
         if edit.factor:  # a product inside a call is one of all states, as a view is
@@ -338,10 +338,10 @@ class _Editor:
             return []
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
-    def _as_function(self, at: Span, method: str, calls: bool = False, more: str = "") -> Change:
+    def _as_function(self, at: Span, method: str, calls: bool = False, more: str = "", joins: bool = False) -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
         node = self._expression(at)
-        (start, end), spans = self.text.span(node), [*map(self.text.span, self._operands(node, calls))]
+        (start, end), spans = self.text.span(node), [*map(self.text.span, self._operands(node, calls, joins))]
         names = [self.text.unused(f"value{number or ''}") for number in range(len(spans))]
 
         def write(render: Render) -> str:
@@ -386,7 +386,7 @@ class _Editor:
         (start, end), function, (argument, _) = map(self.text.span, (call, call.func, call.args[0]))
         return Change(start, end, lambda render: f"{self.depth}.{method}({render(*function)}, {render(argument, end)}")
 
-    def _operands(self, node: ast.expr, calls: bool = False) -> list[ast.expr]:
+    def _operands(self, node: ast.expr, calls: bool = False, joins: bool = False) -> list[ast.expr]:
         """What an operation may work on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``.
 
         Which of several it is shows when it runs: by what they are.
@@ -394,13 +394,15 @@ class _Editor:
         Args:
             node: the operation.
             calls: whether it is the call of a function or a module, and so no method of a tensor.
+            joins: whether a method gets more than its own tensor.
         """
         if isinstance(node, ast.Attribute | ast.Subscript):
             return [node.value]
         if isinstance(node, ast.Call):
             method = node.func if isinstance(node.func, ast.Attribute) and not calls else None
             receiver = [] if method is None else [method.value]
-            if method is not None and hasattr(Tensor, method.attr) and self._is_value(method.value):
+            of_tensor = method is not None and hasattr(Tensor, method.attr) and self._is_value(method.value)
+            if of_tensor and not joins:
                 return receiver
             arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
             arguments += [keyword.value for keyword in node.keywords]
@@ -409,6 +411,8 @@ class _Editor:
                 return sorted(found, key=self.text.span)
         if isinstance(node, ast.BinOp):
             return [operand for operand in (node.left, node.right) if self._is_value(operand)]
+        if isinstance(node, ast.UnaryOp):
+            return [node.operand]
         raise EditError(
             f"the operation on the residual stream at {self.text.where(node)} is written in an unsupported way"
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import NanoGPT, PreNorm, SeparateAttention, Stack, token_ids, vectors
+from models import NanoGPT, PreNorm, SeparateAttention, SeparatePreNorm, Stack, token_ids, vectors
 from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
 
@@ -181,3 +181,24 @@ def test_a_block_that_makes_the_next_state_among_others(topology: str) -> None:
 def test_attentions_that_do_not_read_the_state_that_they_are_added_to() -> None:
     with pytest.raises(rewire.UnsupportedTopology, match="does not read the state"):
         rewire.compile(SwappingInline(Swaps, 2), "dca", example_inputs=(vectors(),), validate=False)
+
+
+class OfTwoKinds(SeparatePreNorm):
+    """As Higgs Audio: some tokens pass one norm, the others another one, and are put together by a tensor's method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = (torch.arange(x.shape[1]) < 2)[:, None].expand(x.shape)
+        y = x.masked_scatter(first, self.ln_1(x)[first])
+        y = y.masked_scatter(mask=~first, source=self.other(y)[~first])
+        return x + self.attn(-y + 0.1 * x)
+
+
+def test_a_method_of_several_values(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), *(OfTwoKinds() for _ in range(3)))
+    rewired = rewire.compile(model, "muddformer", example_inputs=(vectors(width=32),))  # validated
+    assert "masked_scatter(value1, value2), x, first, depth.apply" in rewire.source(rewired, "1")
+    assert [len(c.layout.dims.attention) for c in rewire.connections(rewired).values()] == [3] and not caplog.text
