@@ -15,14 +15,13 @@ from rewire.conventions import FUSED_QKV, QKV
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused, fused_linear
 from rewire.passes.finding.adds import Add, between
-from rewire.passes.finding.attention import projected_by, projections_in
+from rewire.passes.finding.attention import MULTIHEAD, projected_by, projections_in
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.trunk import Site
 
 #: Operations that project, and which argument of theirs is what is projected.
 _PRODUCTS = {"linear": 0, "addmm": 1}
-_MULTIHEAD = "multi_head_attention_forward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
         UnsupportedTopology: that was not found.
     """
     reached = _reached(add)
-    multihead = [op for op in reached if op.name == _MULTIHEAD]
+    multihead = [op for op in reached if op.name == MULTIHEAD]
     if len(multihead) == 1:
         return Attention(tuple(_fed(add, multihead[0], n, way) for n, way in enumerate("qkv")))
     products = {op.scope.path: op for op in reached if _position(op) is not None}

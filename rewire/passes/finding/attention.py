@@ -15,6 +15,8 @@ from rewire.passes.finding.adds import CASTS, VIEWS, Add
 from rewire.passes.finding.flow import Flow, Op, given
 from rewire.passes.finding.rerun import gradients
 
+#: What a torch.nn.MultiheadAttention calls, for projections, attention and output.
+MULTIHEAD = "multi_head_attention_forward"
 #: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` is `weight.T`.)
 _WHOLE = CASTS | VIEWS | {"get", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}

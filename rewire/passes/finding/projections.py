@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import attentions, projections_in, shared_in, weight_of
+from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_in, shared_in, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -66,7 +66,7 @@ def kind_by_use(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> s
     without projections by name, a ``linear-attention``, which reads one value; a ``branch`` with a softmax, and with
     projections, is an ``attention``.
     """
-    if site.kind not in ("attention", "branch"):
+    if site.kind not in ("attention", "branch") or any(op.name == MULTIHEAD for op in add.region):
         return site.kind
     own = [[value in add.region for value in values] for _, values in attentions(flow, add)]
     if site.kind == "attention" and own:
