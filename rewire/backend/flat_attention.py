@@ -64,10 +64,10 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
     multihead = [op for op in reached if op.name == MULTIHEAD]
     if len(multihead) == 1:
         return Attention(tuple(_fed(add, multihead[0], n, way) for n, way in enumerate("qkv")))
-    products = {op.scope.path: op for op in reached if _position(op) is not None}
-    used = _by_use(flow, add, {projected_by(op): op for op in products.values()}, site.width or 0)
+    used = _by_use(flow, add, {projected_by(op): op for op in reached if _position(op) is not None}, site.width or 0)
     if used is not None:
         return used
+    products = {op.scope.path: op for op in reached if _position(op) is not None}
     for parent in sorted({path.rpartition(".")[0] for path in products}, key=len, reverse=True):
         prefix = f"{parent}." if parent else ""
         for names in QKV:
@@ -180,4 +180,5 @@ def _position(op: Op) -> int | None:
     """Which argument of a projection is what is projected; None if it is none."""
     if op.leaf is not None:
         return 0 if type(op.leaf) is nn.Linear else None
-    return _PRODUCTS.get(op.name)
+    by_name = bool(op.node.kwargs) or len(op.node.args) < 2  # a bias, say, or factors
+    return None if by_name else _PRODUCTS.get(op.name)

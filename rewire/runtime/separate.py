@@ -100,7 +100,7 @@ class SeparateInputs:
         return lambda *args, **kwargs: function(*mapped(args, apart), **mapped(kwargs, apart))
 
     def project(
-        self, projection: Callable[..., Any], what: str | tuple[int, Any] | Mapping[Any, str]
+        self, projection: Callable[..., Any], what: str | tuple[int, Any] | Mapping[Any, str | tuple[int, Any]]
     ) -> Callable[..., Any]:
         """`Depth.project`."""
         if isinstance(what, Mapping):

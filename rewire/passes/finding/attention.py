@@ -1,8 +1,8 @@
-"""Finder: which modules make the queries, keys and values of an attention, by what it uses as such.
+"""Finder: what projects the queries, keys and values of an attention, by what it uses as such.
 
-An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. What flows to its three
-inputs without weights on the way (heads, rotary embeddings, norms of queries) was made by the projections: modules, or
-products with weights in a forward, ``F.linear(x, self.in_proj_weight)``.
+An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. What multiplies by weights
+first on the ways to its three inputs are the projections: modules, or products with weights in a forward,
+``F.linear(x, self.in_proj_weight)``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rewire.passes.finding.rerun import gradients
 
 #: What a torch.nn.MultiheadAttention calls, for projections, attention and output.
 MULTIHEAD = "multi_head_attention_forward"
-#: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` is `weight.T`.)
-_WHOLE = CASTS | VIEWS | {"get", "mul", "div"}
+#: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` and ``getattr`` are `weight.T`.)
+_WHOLE = CASTS | VIEWS | {"get", "getattr", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 

@@ -399,3 +399,18 @@ def test_of_a_cross_attention_only_the_queries_are_of_the_stream() -> None:
     assert [site.kind for site in trunk.sites] == ["cross-attention", "ffn"] * 2
     rewired = rewire.compile(model, "muddformer", example_inputs=(x,))  # which reads one value there
     assert not [c.layout.dims.attention for c in rewire.connections(rewired).values() if c.layout.dims.attention]
+
+
+class WithoutSoftmax(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.elu(self.c_q(x)) + 1, F.elu(self.c_k(x)) + 1, self.c_v(x)
+        return self.out(q @ (k.transpose(-2, -1) @ v))
+
+
+def test_a_linear_attention_reads_one_value_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(*(Block(WithoutSoftmax) for _ in range(2))), torch.randn(2, 5, WIDTH)
+    (trunk,) = rewire.inspect(model, (x,)).trunks
+    assert [site.kind for site in trunk.sites] == ["linear-attention", "ffn"] * 2
+    rewired = rewire.compile(model, "muddformer", example_inputs=(x,))
+    assert [len(c.layout.dims.attention) for c in rewire.connections(rewired).values()] == [0]
+    assert "'0.attn' and 1 more: one read for queries, keys and values" in caplog.text

@@ -250,3 +250,12 @@ def test_where_a_trace_tells_nothing_inputs_are_asked_for(tmp_path: Path) -> Non
     with pytest.raises(rewire.UnsupportedTopology, match="traced without inputs: pass example_inputs"):
         rewire.load(tmp_path, stack(PackedByHead))
     torch.testing.assert_close(rewire.load(tmp_path, stack(PackedByHead), example_inputs=(x,))(x), model(x))
+
+
+@pytest.mark.parametrize("attention", [ByHelper, Packed])
+def test_in_a_flat_graph(attention: type[nn.Module]) -> None:
+    """Linear maps, as `rewire.compile` finds them."""
+    model, x = stack(attention), torch.randn(2, 5, WIDTH)
+    backend = rewire.Backend("dca", start="paper", inner="eager")
+    rewired = rewire.compile(model, "dca", start="paper", example_inputs=(x,))
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), rewired(x))
