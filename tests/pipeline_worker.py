@@ -17,6 +17,7 @@ import torch.distributed as dist
 from every_topology import FAMILIES, mixed
 from parallel_worker import WIDTH, Block
 from torch import Tensor, nn
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -42,6 +43,8 @@ from torch.distributed.tensor.parallel import (
 from worker import errors, full, in_seconds, play
 
 import rewire
+from rewire.ranks import chain
+from rewire.ranks.chain import Part
 from rewire.runtime.pieces import apart
 
 BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 8, 6, 23, 4
@@ -420,11 +423,17 @@ def other_recipes() -> None:
             rewire.pipeline_stage(part)
         return parts
 
-    last = ranks - 1
+    def late(part: Part, store: Store) -> None:
+        time.sleep(0.3 if rank == last else 0)
+        leave(part, store)
+
+    last, leave = ranks - 1, chain._leave
     for other in ("ancre-outgoing", "muddformer"):  # the same shapes, and others
         key = other if rank == last else "ancre-ingoing"
         words = f"rank {last} has topology {other} where rank 0 has ancre-ingoing"
         in_seconds(words, lambda key=key: parts_of(key, [rank]))
+        with mock.patch.object(chain, "_leave", late):  # a rank that has begun its round, and left nothing yet
+            in_seconds(words, lambda key=key: parts_of(key, [rank]))
     key = "ancre-outgoing" if rank == last else "ancre-ingoing"
     words = f"rank {last} has topology ancre-outgoing where rank 0 has ancre-ingoing"
     numbers = stages_of(ScheduleInterleaved1F1B, 2 * ranks)

@@ -60,13 +60,17 @@ class _Rounds:
         self.number = 0
         self.parts: list[Part] = []
 
-    def store(self, part: Part) -> Store:
-        """Where ranks leave what they have in this round."""
+    def leave(self, part: Part) -> Store:
+        """Leave what this rank has in its round, where all ranks of the round do."""
         if not self.number or not all(part.fits(other) for other in self.parts):
             self.number, self.parts = self.number + 1, []
-            store_of(f"pipeline/{self.number}").add("came", 1)
+        store = store_of(f"pipeline/{self.number}")
+        if part.facts:
+            _leave(part, store)
+        if not self.parts:
+            store.add("came", 1)  # only now: others take it that a rank that has come has left a part
         self.parts.append(part)
-        return store_of(f"pipeline/{self.number}")
+        return store
 
 
 _ROUNDS = _Rounds()
@@ -80,9 +84,7 @@ def check_chains(parts: Sequence[Part]) -> None:
     """
     if alone():
         return
-    stores = [_ROUNDS.store(part) for part in parts or [Part({}, 0)]]
-    for part, store in zip(parts, stores, strict=False):
-        _leave(part, store)
+    stores = [_ROUNDS.leave(part) for part in parts or [Part({}, 0)]]  # a stage without adds comes, too
     for part, store in zip(parts, stores, strict=False):
         _check(part.facts, store)
 
