@@ -341,6 +341,7 @@ def test_copies(frozen_llama: nn.Module) -> None:
         assert torch.equal(plain(IDS).logits, tiny_model("llama").eval()(IDS).logits)
 
 
+@pytest.mark.slow
 def test_torch_compile() -> None:
     model = rewire.freeze(mixed(tiny_model("llama").eval(), "grn-v2"), 0.05)[0]
     run = torch.compile(model, backend="aot_eager", fullgraph=True)

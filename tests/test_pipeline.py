@@ -100,12 +100,8 @@ def test_only_what_is_new_to_a_rank_crosses(tmp_path: Path) -> None:
     run(tmp_path, 2, "cached")
 
 
-def test_ranks_with_other_recipes(tmp_path: Path) -> None:
-    run(tmp_path, 2, "other_recipes")
-
-
 @pytest.mark.slow
-def test_ranks_with_other_recipes_on_four_processes(tmp_path: Path) -> None:
+def test_ranks_with_other_recipes(tmp_path: Path) -> None:
     run(tmp_path, 4, "two_pipelines", "other_recipes")
 
 

@@ -19,8 +19,10 @@ from rewire.kernels import switch
 from rewire.kernels.kernel import noted
 from rewire.precompiling import _launches
 
-SMALL = ("ancre-ingoing", "hc-static")
-EVERY_KERNEL = ("grn-v2", "grn-v3", "dca", "muddformer", "attnres", "hc-dynamic", "mhc", "frac-hc", "laurel-pa")
+EVERY_KERNEL = (
+    *("ancre-ingoing", "hc-static", "grn-v2", "grn-v3", "dca", "muddformer"),
+    *("attnres", "hc-dynamic", "mhc", "frac-hc", "laurel-pa"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +43,9 @@ def in_a_process(folder: Path, what: str, how: str, *topologies: str) -> dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "topologies"),
-    [
-        ("eager", SMALL),
-        pytest.param("eager", EVERY_KERNEL, marks=pytest.mark.slow),
-        pytest.param("compiled", ("ancre-ingoing", "hc-dynamic"), marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "compiled"],
+    ("how", "topologies"), [("eager", EVERY_KERNEL), ("compiled", ("ancre-ingoing", "hc-dynamic"))]
 )
 def test_a_first_step_compiles_nothing(tmp_path: Path, how: str, topologies: tuple[str, ...]) -> None:
     """In another process, in which Triton's own launcher asks for kernels; the first was on the meta device."""
@@ -59,6 +56,7 @@ def test_a_first_step_compiles_nothing(tmp_path: Path, how: str, topologies: tup
     assert asked[first][0] == counts[first]  # neither more: others share some of their kernels with it
 
 
+@pytest.mark.slow
 def test_without_it_all_are_compiled(tmp_path: Path) -> None:
     ((count, missed),) = in_a_process(tmp_path, "step", "eager", "hc-static").values()
     assert count == len(missed) > 0

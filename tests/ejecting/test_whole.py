@@ -118,7 +118,8 @@ def test_files_of_two_models_of_transformers_are_refused(tmp_path: Path) -> None
             assert isinstance(found, str) and "belong to two models" in found, f"{chosen}: {found}"
 
 
-@pytest.mark.parametrize("ended", [cut_off.interrupted, pytest.param(cut_off.killed, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [cut_off.interrupted, cut_off.killed])
 def test_eject_cut_off_over_an_older_model(ended: Any, folder: Path, tmp_path: Path) -> None:
     """Killed among the moves it is a mixture, which is refused: see above."""
     old, new = stack("ancre-ingoing"), stack("ancre-outgoing", seed=1)

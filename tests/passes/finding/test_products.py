@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,8 +185,11 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     check_reads(Reader(stack(attention), (torch.randn(2, 5, WIDTH),)))
 
 
-@pytest.mark.parametrize("attention", FORMS, ids=lambda cls: cls.__name__)
-@pytest.mark.parametrize("topology", ["muddformer", "grn-v3", "dca"])
+@pytest.mark.parametrize(
+    ("attention", "topology"),
+    [*((form, "muddformer") for form in FORMS), *itertools.product([Attention, Packed], ["grn-v3", "dca"])],
+    ids=lambda given: getattr(given, "__name__", given),
+)
 def test_validation_compares_them(attention: type[nn.Module], topology: str, caplog: pytest.LogCaptureFixture) -> None:
     """Outputs and gradients, with moved connection weights: by the formulas, on the original's branches."""
     rewired = rewire.compile(stack(attention), topology, example_inputs=(torch.randn(2, 5, WIDTH),))
