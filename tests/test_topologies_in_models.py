@@ -363,15 +363,19 @@ class Windows(nn.Module):
             x = x.reshape(b, -1, c)
         elif self.views == "turned":
             x = x.transpose(1, 2)
+        elif self.views == "indexed":
+            x = x[None, ..., None, :]
         x = x + self.two(self.norm_2(x))
         if self.views == "reshaped":
             x = x.reshape(b, h, w, c)
         elif self.views == "turned":
             x = x.transpose(1, 2)
+        elif self.views == "indexed":
+            x = x[0, :, :, :, 0]
         return x
 
 
-@pytest.mark.parametrize("views", ["reshaped", "turned"])
+@pytest.mark.parametrize("views", ["reshaped", "turned", "indexed"])
 @pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
 def test_other_dimensions_between_adds(key: str, views: str) -> None:
     """Weights and scores of tokens go along: the network without the views is the same one."""

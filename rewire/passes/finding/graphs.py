@@ -16,7 +16,17 @@ import torch
 from torch import fx, nn
 
 from rewire.conventions import is_matrix, matrices
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, makes_alike, plain_name
+from rewire.passes.finding.flow import (
+    CONTAINERS,
+    ELEMENTWISE,
+    Flow,
+    Op,
+    Scope,
+    indexing,
+    kind_of,
+    makes_alike,
+    plain_name,
+)
 from rewire.torch_internals import is_parameter_input
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
@@ -44,6 +54,8 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
         value = tensor_of(node, root) if value is None else value
         name = _name(node)
+        if name == "getitem" and inputs and inputs[0].shape is not None:
+            name = indexing(node.args[1], inputs[0].shape)
         inputs = () if makes_alike(name) and node.op != "call_module" else inputs
         op = Op(len(flow.ops), name, inputs, _scope(node, scopes), node.meta.get("place"), node=node)
         op.shape, op.dtype = (None, None) if value is None else (_sizes(value), value.dtype)
