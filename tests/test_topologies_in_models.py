@@ -349,7 +349,7 @@ def test_dimensions_of_tokens(key: str) -> None:
 
 
 class Windows(nn.Module):
-    """Sees positions in rows and columns, and between its adds in one row, or turned."""
+    """Sees positions in rows and columns, and between its adds in one row, turned, in one row more, or elsewhere."""
 
     def __init__(self, views: str) -> None:
         super().__init__()
@@ -365,17 +365,21 @@ class Windows(nn.Module):
             x = x.transpose(1, 2)
         elif self.views == "indexed":
             x = x[None, ..., None, :]
+        elif self.views == "reordered":
+            x = x[:, [2, 0, 1]].flip(2).roll(1, 2)
         x = x + self.two(self.norm_2(x))
         if self.views == "reshaped":
             x = x.reshape(b, h, w, c)
         elif self.views == "turned":
             x = x.transpose(1, 2)
         elif self.views == "indexed":
-            x = x[0, :, :, :, 0]
+            x = x.select(0, 0)[:, :, :, 0]
+        elif self.views == "reordered":
+            x = x.roll(-1, 2).flip(2).index_select(1, torch.tensor([1, 2, 0]))
         return x
 
 
-@pytest.mark.parametrize("views", ["reshaped", "turned", "indexed"])
+@pytest.mark.parametrize("views", ["reshaped", "turned", "indexed", "reordered"])
 @pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
 def test_other_dimensions_between_adds(key: str, views: str) -> None:
     """Weights and scores of tokens go along: the network without the views is the same one."""

@@ -42,7 +42,7 @@ from rewire.passes.editing.variables import (
     returns_in,
 )
 from rewire.passes.find import Finding, overwritten
-from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
+from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
 from rewire.passes.finding.chains import same_size
 from rewire.passes.finding.flow import Op, Scope
 from rewire.passes.finding.projections import Projections
@@ -326,7 +326,7 @@ class _Planner:
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
-            if op.name in VIEWS and op.scope is scope:
+            if is_view(op) and op.scope is scope:
                 function.put(("view", at), View(at, False))
                 continue
             item = item if index is None else None

@@ -19,15 +19,21 @@ from rewire.passes.finding.flow import Flow, Op, Scope, around
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
-VIEWS = frozenset(
-    {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
-    | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes", "view_as", "reshape_as"}
+#: Views that change the order of values.
+TURNS = frozenset(
+    {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims", "flip", "fliplr", "flipud", "rot90"}
+    | {"roll", "index_select"}
 )
+_VIEWS = (TURNS - {"index_select"}) | frozenset(
+    {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
+)
+#: Views of what they leave; if that is as many values, of all.
+_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 #: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
-_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
+_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | _VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why other operations with a state and a branch are none.
@@ -46,7 +52,6 @@ _SHORTCUTS = {
     "mul": SCALED,
     "div": SCALED,
     "detach": "its shortcut is detached: gradients do not pass it, while they do pass connections",
-    "getitem": "its shortcut is indexed: only sums with the state itself are connected, `x + f`",
     "add": "its shortcut is a sum with a number, as `sum([x, f])` makes one: write `x + f`",
 }
 
@@ -121,6 +126,26 @@ class Add:
         return around(scope.modules() for scope in (self.op.scope, *weighted))
 
 
+def is_view(op: Op) -> bool:
+    """Whether a state passes an operation as it is, but for its dimensions and their order, and so do all others.
+
+    An index keeps all of it if it keeps their number: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
+    """
+    if op.name not in _SELECTIONS:
+        return op.name in _VIEWS and bool(op.inputs)
+    return bool(op.inputs) and size_of(op) == size_of(op.inputs[0]) != -1
+
+
+def keeps_values(op: Op) -> bool:
+    """Whether it is a view, or a cast."""
+    return is_view(op) or (op.name in CASTS and bool(op.inputs))
+
+
+def size_of(op: Op) -> int:
+    """How many values it has; -1 if that is not known."""
+    return -1 if op.shape is None else op.shape.numel()
+
+
 def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
     """The residual adds of a flow, in order; and what looks like one, with the reason why it is none."""
     found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
@@ -133,7 +158,7 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
                 del found[add.part]
         if op.name in SCATTERED and op.node is None and len(op.inputs) > 1:
             add = _plain(op, flow, found)
-            back = [user.shape == add.state.shape and user.name in VIEWS for user in flow.users[op]] if add else []
+            back = [user.shape == add.state.shape and is_view(user) for user in flow.users[op]] if add else []
             if add and add.state.shape is not None and op.shape != add.state.shape:
                 add.flattened = bool(back) and all(back)
         if not add:
@@ -174,7 +199,7 @@ def _from_a_state(op: Op, shortcut: Op, branch: Op, flow: Flow, found: dict[Op, 
         region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
         if region:
             return Add(op, shortcut, state, state, [branch], region)
-        if state.name not in CASTS | VIEWS or not state.inputs:
+        if not keeps_values(state):
             return None
         state = state.inputs[0]
 
@@ -227,13 +252,13 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
     """The state that ``op`` takes in, and why that is no residual add; empty if it may be one."""
     if op.name != "add":
         state = shortcut
-        while state.name in CASTS | VIEWS and state.inputs:
+        while keeps_values(state):
             state = state.inputs[0]
         return state, _LIKE_ADDS[op.name]
     if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
         return shortcut, SCALED
     live = [source for source in shortcut.inputs if not source.constant]
-    if len(live) != 1 or (shortcut.name == "getitem" and (shortcut.shape is None or shortcut.shape != live[0].shape)):
+    if len(live) != 1:
         return shortcut, ""
     return live[0], _SHORTCUTS.get(shortcut.name, "")
 
@@ -241,7 +266,7 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
 def _around(add: Add, found: dict[Op, Add]) -> str:
     """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
     branch = add.branches[0]
-    while branch.name in CASTS | VIEWS and branch.inputs:
+    while keeps_values(branch):
         branch = branch.inputs[0]
     inner = found.get(branch)
     if inner is None or branch.scope is not add.op.scope or len(add.branches) > 1:

@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Collection, Iterator
 
 from rewire.conventions import is_matrix, out_features
-from rewire.passes.finding.adds import CASTS, VIEWS, Add
+from rewire.passes.finding.adds import Add, keeps_values
 from rewire.passes.finding.flow import Flow, Op, given
 from rewire.passes.finding.rerun import gradients
 
 #: What a torch.nn.MultiheadAttention calls, for projections, attention and output.
 MULTIHEAD = "multi_head_attention_forward"
 #: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` and ``getattr`` are `weight.T`.)
-_WHOLE = CASTS | VIEWS | {"get", "getattr", "mul", "div"}
+_WHOLE = {"get", "getattr", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
@@ -80,7 +80,7 @@ def _taken_from(weight: Op) -> str:
     if weight.parameter or len(sources) != 1:
         return weight.parameter or (weight.node.name if weight.node is not None and not weight.inputs else "")
     name = _taken_from(sources[0])
-    if not name or weight.name in _WHOLE:
+    if not name or weight.name in _WHOLE or keeps_values(weight):
         return name
     how = ", ".join(map(str, weight.sizes or weight.selected or ()))
     return f"{name}.{weight.name}({how})[{weight.item}]"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from types import CodeType
 from typing import TypeAlias
 
-from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
+from rewire.passes.finding.adds import TURNS, Add, between, keeps_values, residual_adds, size_of
 from rewire.passes.finding.cuts import are_cut
 from rewire.passes.finding.flow import Flow, Op, Place, Scope, around
 from rewire.trunk import Loops
@@ -20,8 +20,6 @@ from rewire.trunk import Loops
 LONG = "a shortcut around a whole trunk"
 #: Operations that make a larger tensor of several, which a trace without shapes does not tell.
 _JOINS = ("cat", "concat", "stack")
-#: Views that change the order of values.
-_TURNS = frozenset(["transpose", "permute", "movedim", "t", "swapaxes"])
 NESTED = "inside the branch of another residual add"
 
 _Written: TypeAlias = tuple[str, CodeType | None, Place | None, frozenset[str]]
@@ -256,8 +254,8 @@ def _rows(adds: list[Add]) -> list[Chain]:
     """
     rows = [Chain(adds[:1], [[]])]
     for add, following in itertools.pairwise(adds):
-        post, passage = _split(between(add.op, following.state) - {add.op}, add.op, following.op)
-        if _size(add.op) != _size(following.op) or _rearranged(post, add.op, following.op):
+        post, passage = _split(between(add.op, following.state) - {add.op}, add.op)
+        if size_of(add.op) != size_of(following.op) or _rearranged(post, add.op):
             rows.append(Chain([following], [[]]))
         else:
             add.post = post
@@ -266,24 +264,29 @@ def _rows(adds: list[Add]) -> list[Chain]:
     return rows
 
 
-def _size(op: Op) -> int:
-    return -1 if op.shape is None else op.shape.numel()
-
-
-def _rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
+def _rearranged(post: Sequence[Op], before: Op) -> bool:
     """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
-    turns = sum(op.name in _TURNS for op in post)
-    return turns % 2 == 1 or (before.shape != behind.shape and any(op.name in VIEWS for op in post))
+    turns = sum(op.name in TURNS or _reorders(op) for op in post)
+    return turns % 2 == 1 or (
+        bool(post) and None not in (before.shape, post[-1].shape) and before.shape != post[-1].shape
+    )
 
 
-def _split(way: Iterable[Op], before: Op, behind: Op) -> tuple[list[Op], list[Op]]:
+def _reorders(op: Op) -> bool:
+    """Whether it is ``x[order]``, an index with lists or tensors."""
+    index = op.selected[0] if op.name == "getitem" and op.selected else ()
+    parts = index if isinstance(index, tuple) else (index,)
+    return not all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+
+
+def _split(way: Iterable[Op], before: Op) -> tuple[list[Op], list[Op]]:
     """The operations on the way from one state to the next: up to the last that changes values, and the rest.
 
     Views that turn back what was turned before such a change belong to the first.
     """
     ops = sorted(way, key=lambda op: op.index)
-    count = max((n for n, op in enumerate(ops, start=1) if op.name not in CASTS | VIEWS), default=0)
-    back = (n for n in range(count, len(ops) + 1) if not _rearranged(ops[:n], before, behind))
+    count = max((n for n, op in enumerate(ops, start=1) if not keeps_values(op)), default=0)
+    back = (n for n in range(count, len(ops) + 1) if not _rearranged(ops[:n], before))
     count = next(back, count)
     return ops[:count], ops[count:]
 
@@ -306,7 +309,7 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
             last.post = after[: len(names)]
         return
     leaving = (op for op in (last.op, *after) if block.holds(op.scope) and _leaves(flow, op, block))
-    last.post, _ = _split(between(last.op, next(leaving, last.op)) - {last.op}, last.op, last.op)
+    last.post, _ = _split(between(last.op, next(leaving, last.op)) - {last.op}, last.op)
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:

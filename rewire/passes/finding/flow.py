@@ -262,27 +262,6 @@ def plain_name(name: str) -> str:
     return name[1:] if name in ("iadd", "imul", "isub", "itruediv") else name
 
 
-def indexing(index: Any, sizes: Sequence[Any]) -> str:
-    """What ``x[index]`` is, of a tensor with these sizes: a view of it all, as ``x[None, :]``, or ``x[0]`` of one row.
-
-    ``getitem``, if it selects, or changes nothing.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    numbers = sum(type(part) is int for part in parts)
-    left = [*sizes]
-    for part in parts:
-        if part is Ellipsis:
-            del left[: len(sizes) - numbers - sum(type(part) is slice for part in parts)]
-        elif type(part) is slice:
-            if any(end is not None for end in (part.start, part.stop, part.step)):
-                return "getitem"
-            del left[0]
-        elif part is not None and (type(part) is not int or left.pop(0) != 1):
-            return "getitem"
-    added = any(part is None for part in parts)
-    return "reshape" if added and numbers else "unsqueeze" if added else "squeeze" if numbers else "getitem"
-
-
 def makes_alike(name: str) -> bool:
     """Whether an operation makes a tensor of another one's shape, and not of its values: ``zeros_like``.
 

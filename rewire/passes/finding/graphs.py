@@ -16,17 +16,7 @@ import torch
 from torch import fx, nn
 
 from rewire.conventions import is_matrix, matrices
-from rewire.passes.finding.flow import (
-    CONTAINERS,
-    ELEMENTWISE,
-    Flow,
-    Op,
-    Scope,
-    indexing,
-    kind_of,
-    makes_alike,
-    plain_name,
-)
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, makes_alike, plain_name
 from rewire.torch_internals import is_parameter_input
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
@@ -54,8 +44,6 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
         value = tensor_of(node, root) if value is None else value
         name = _name(node)
-        if name == "getitem" and inputs and inputs[0].shape is not None:
-            name = indexing(node.args[1], inputs[0].shape)
         inputs = () if makes_alike(name) and node.op != "call_module" else inputs
         op = Op(len(flow.ops), name, inputs, _scope(node, scopes), node.meta.get("place"), node=node)
         op.shape, op.dtype = (None, None) if value is None else (_sizes(value), value.dtype)
@@ -70,6 +58,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
             op.matrices = sum(source.constant and _is_matrix(source) for source in op.inputs)
         op.scale = node.kwargs.get("alpha")
         op.sizes = (*node.args[1:], *node.kwargs.values())
+        op.selected = node.args[1:2] if name == "getitem" else None
         made[node] = op
         flow.ops.append(op)
     if isinstance(root, fx.GraphModule):

@@ -30,7 +30,6 @@ from rewire.passes.finding.flow import (
     Op,
     Place,
     Scope,
-    indexing,
     kind_of,
     makes_alike,
     plain_name,
@@ -148,8 +147,6 @@ class Recorder(TorchFunctionMode):
         inputs = [self._op(tensor) for tensor in given]
         weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
-        if name == "getitem":
-            name = indexing(args[1], args[0].shape)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):

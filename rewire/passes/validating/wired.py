@@ -25,7 +25,7 @@ from rewire.mixes.fused_qkv import Fused
 from rewire.passes.editing.carriers import casts_of
 from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
-from rewire.passes.finding.adds import SCATTERED, VIEWS
+from rewire.passes.finding.adds import SCATTERED, is_view
 from rewire.passes.finding.attention import weight_of
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import Flow, Op, Scope, around
@@ -136,7 +136,7 @@ class _Script:
     def _adds(self, chain: Chain, number: int, layout: Layout) -> None:
         for site, (add, passage) in enumerate(zip(chain.adds, chain.passages, strict=True)):
             for op in (*(passage if site else ()), *casts_of(add)):
-                if op.name in VIEWS and not (add.flattened and op in casts_of(add)):
+                if is_view(op) and not (add.flattened and op in casts_of(add)):
                     self._put(op, number, "view")
             shortcut = add.shortcut
             if add.part is not None:

@@ -199,7 +199,6 @@ class Block(nn.Module):
 NEAR_MISSES: list[tuple[str, str]] = [
     ("x.detach() + f", "its shortcut is detached"),
     ("sum([x, f])", "its shortcut is a sum with a number"),
-    ("x[:] + f", "its shortcut is indexed"),
     ("torch.add(f, x, alpha=0.5)", "its shortcut is scaled"),
     ("x - f", "is a subtraction"),
     ("f - x", "is a subtraction"),
