@@ -84,7 +84,7 @@ def test_what_was_pruned_is_not_exported() -> None:
 
 @pytest.mark.parametrize(
     "topology",
-    ["ancre-outgoing", "dca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muddformer", "mhc"))],
+    ["ancre-outgoing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "muddformer", "mhc"))],
 )
 def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     model = mixed(Stack(PreNorm), topology).eval()

@@ -150,7 +150,11 @@ class TwoResults(nn.Module):
 
 @pytest.mark.parametrize(
     ("topology", "call"),
-    [("hc-dynamic", "block"), *((ANCRE, call) for call in ("block", "method", "partial", "function", "none"))],
+    [
+        ("hc-dynamic", "block"),
+        (ANCRE, "function"),
+        *(pytest.param(ANCRE, call, marks=pytest.mark.slow) for call in ("block", "method", "partial", "none")),
+    ],
 )
 @compiles
 def test_trunks_that_end_in_a_checkpoint(topology: str, call: str) -> None:
