@@ -165,7 +165,6 @@ def _as_its_twin(
     validate: bool,
 ) -> str:
     """Empty, or why it was refused: with connection weights that mix, it is what its twin is, ``buffers`` too."""
-    twin.load_state_dict(model.state_dict())
     try:
         rewired = rewire.compile(model, topology, example_inputs=inputs, validate=validate, **options)
         plain = rewire.compile(twin, topology, example_inputs=inputs, validate=False, **options)

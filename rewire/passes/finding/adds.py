@@ -21,13 +21,11 @@ UNSCALED = "unscaled"  # a product with the number 1: of a factor that some othe
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
 #: Views that change the order of values.
 TURNS = frozenset(
-    {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims", "flip", "fliplr", "flipud", "rot90"}
-    | {"roll", "index_select"}
+    {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims"}
+    | {"flip", "fliplr", "flipud", "rot90", "roll"}
 )
-_VIEWS = (TURNS - {"index_select"}) | frozenset(
-    {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
-)
-#: Views of what they leave; if that is as many values, of all.
+_VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
+#: Indices: views if they keep as many values as there are.
 _SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
@@ -127,9 +125,9 @@ class Add:
 
 
 def is_view(op: Op) -> bool:
-    """Whether a state passes an operation as it is, but for its dimensions and their order, and so do all others.
+    """Whether an operation only changes dimensions, or the order of values: then all states pass it, and mix behind it.
 
-    An index keeps all of it if it keeps their number: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
+    So does an index that keeps the number of values: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
     """
     if op.name not in _SELECTIONS:
         return op.name in _VIEWS and bool(op.inputs)

@@ -273,6 +273,8 @@ def _rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
 
 def _reorders(op: Op) -> bool:
     """Whether it is ``x[order]``, an index with lists or tensors."""
+    if op.name == "index_select":
+        return True
     index = op.selected[0] if op.name == "getitem" and op.selected else ()
     parts = index if isinstance(index, tuple) else (index,)
     return not all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flows import CODE, Written
 from torch import Tensor, nn
-from written_nets import assert_right, written_net
+from written_nets import assert_right, written_input, written_net
 
 import rewire
 from rewire.passes.finding.chains import LONG, chains
@@ -31,6 +31,19 @@ COLLECTED = "states = []\nfor block in self.blocks:\n    x = block(x)\n    state
 )
 def test_skips_behind_the_blocks(skips: str) -> None:
     assert_right(written_net(body=COLLECTED + skips), adds=6)
+
+
+@pytest.mark.parametrize("shortcut", ["x[:]", "x[..., :]", "x.narrow(0, 0, len(x))", "x[None][0]"])
+def test_a_shortcut_that_is_indexed_whole(shortcut: str) -> None:
+    assert_right(written_net(f"x = x + self.f(x)\nreturn {shortcut} + self.g(x)"), adds=6)
+
+
+def test_a_trunk_begins_where_a_state_gets_other_dimensions_in_ways_that_are_no_view() -> None:
+    body = "for block in self.blocks[:2]:\n    x = block(x)\nx = x.as_strided((6, 8), (8, 1))\nx = self.blocks[2](x)"
+    net = written_net(body=body)
+    trunks = rewire.inspect(net, (written_input(),)).trunks
+    assert [len(trunk.sites) for trunk in trunks] == [4, 2]
+    assert_right(net, adds=6)
 
 
 def test_skips_in_one_forward() -> None:
