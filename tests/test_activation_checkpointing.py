@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -88,6 +89,62 @@ def test_reentrant_checkpointing_of_an_input_that_requires_gradients_is_refused(
     x = torch.randn(2, 5, WIDTH, requires_grad=True)
     with pytest.raises(rewire.UnsupportedCall, match=r"layers\.0.*use_reentrant=False.*checkpoint\(layer"):
         rewire.compile(Layers(), "ancre-ingoing", example_inputs=(x,))
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """Activation checkpointing of its own, re-entrant, as diffusion models have it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], x: Tensor, *parameters: Tensor) -> Any:
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        return None, *torch.autograd.grad(output, (x, *ctx.parameters), grad)
+
+
+def checkpointed(function: Callable[..., Any], x: Tensor, parameters: Iterable[Tensor], how: str) -> Any:
+    if how == "function":
+        return CheckpointFunction.apply(function, x, *parameters)
+    return checkpoint(function, x, use_reentrant=how == "reentrant") if how else function(x)
+
+
+class CheckpointsItself(PreNorm):
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointed(self._forward, x, self.parameters(), self.how)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("how", ["function", "reentrant"])
+@pytest.mark.parametrize("blocks", ["all", "some"])
+def test_the_reason_names_reentrant_checkpointing(how: str, blocks: str) -> None:
+    model = Stack(CheckpointsItself)
+    for layer in [*model.layers][:: 1 if blocks == "all" else 2]:
+        layer.how = how
+    with pytest.raises(rewire.RewireError, match=r"use_reentrant=False"):
+        rewire.compile(model, ANCRE, example_inputs=(vectors(),))
+
+
+@pytest.mark.parametrize("key", [ANCRE, "hc-dynamic", "muddformer"])
+def test_blocks_that_hand_their_methods_to_a_helper_that_checkpoints(key: str) -> None:
+    plain, model = Stack(PreNorm), Stack(CheckpointsItself)
+    model.load_state_dict(plain.state_dict())
+    for layer in model.layers:
+        layer.how = "not re-entrant"
+    expected, actual = (train_step(mixed(each, key, example_inputs=(vectors(),)), vectors()) for each in (plain, model))
+    assert_same(expected, actual)
 
 
 class PartlyWithout(Stack):

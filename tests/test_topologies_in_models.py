@@ -375,17 +375,53 @@ class Windows(nn.Module):
         return x
 
 
+class Channels(nn.GroupNorm):
+    """Divides each position of a picture by the size of its channels; the picture may be in rows or in one row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(1, keepdim=True) + self.eps).rsqrt()
+
+
+class Pictures(nn.Module):
+    """Has channels in front of positions, which it sees in one row, turned, or in other places between its adds."""
+
+    def __init__(self, views: str) -> None:
+        super().__init__()
+        self.views, self.norm_1, self.norm_2 = views, Channels(1, 8), Channels(1, 8)
+        self.one, self.two = nn.Conv2d(8, 8, 1), (nn.Conv1d if views == "reshaped" else nn.Conv2d)(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        x = x + self.one(self.norm_1(x))
+        if self.views == "reshaped":
+            x = x.flatten(2)
+        elif self.views == "turned":
+            x = x.transpose(2, 3)
+        elif self.views == "indexed":
+            x = x[:, :, [2, 0, 1]].flip(3).roll(1, 3)
+        x = x + self.two(self.norm_2(x))
+        if self.views == "reshaped":
+            x = x.view(shape)
+        elif self.views == "turned":
+            x = x.transpose(2, 3)
+        elif self.views == "indexed":
+            x = x.roll(-1, 3).flip(3).index_select(2, torch.tensor([1, 2, 0]))
+        return x
+
+
+@pytest.mark.parametrize("block", [Windows, Pictures])
 @pytest.mark.parametrize("views", ["reshaped", "turned", "indexed"])
 @pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
-def test_other_dimensions_between_adds(key: str, views: str) -> None:
+def test_other_dimensions_between_adds(key: str, views: str, block: type[nn.Module]) -> None:
     """Weights and scores of tokens go along: the network without the views is the same one."""
     x, found = torch.linspace(-2, 2, 2 * 3 * 5 * 8).sin().view(2, 3, 5, 8), []
+    x = x.movedim(-1, 1) if block is Pictures else x
     for seen in ("", views):
         torch.manual_seed(0)
-        blocks = nn.Sequential(*(Windows(seen) for _ in range(3)))
+        blocks = nn.Sequential(*(block(seen) for _ in range(3)))
         model = mixed(blocks, key, example_inputs=(x,), granularity="sublayer")
         model(x).sin().sum().backward()
-        found.append(all_gradients(model))
+        found.append({name: grad.flatten() for name, grad in all_gradients(model).items()})
     assert_close(*found, 2e-4)
 
 

@@ -20,7 +20,7 @@ from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
-from rewire.passes.finding.cuts import CUT, where_cut
+from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
 from rewire.passes.finding.names import channels_of, named
@@ -229,15 +229,15 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
         with seeded(0, looked_at):
             finding = finding_in(flow, prepared.patterns, restart)
             passes = [(name, chain) for name in finding.chains for chain in finding.passes(name)]
-            where = [(name, where_cut(flow, chain.adds)) for name, chain in passes]
+            reasons = [(name, why_cut(flow, chain.adds)) for name, chain in passes]
         findings.append(finding)
-        cut |= {name: place for name, place in where if place}
+        cut |= {name: reason for name, reason in reasons if reason}
         flow.tensors = []
     modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
     log.info("%s was run in %s%s", prepared.name, modes, " on the meta device" if device else "")
-    for finding, (name, place) in itertools.product(findings, cut.items()):
+    for finding, (name, reason) in itertools.product(findings, cut.items()):
         if name in finding.trunks:
-            finding.leave(name, CUT.format(place))
+            finding.leave(name, reason)
     found = Found(*findings)
     if found.training is not None:
         _name_alike(found.evaluation, found.training)
@@ -386,7 +386,19 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
         said = sorted(alike, key=alike.count, reverse=True) or [site.channel_dim]
         dim = next((dim for dim in said if shape[dim] == width), said[0])  # type: ignore[index]
         agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
+    for count in (_from_the_end, _from_the_front):
+        dims = {count(site.channel_dim, len(shape)) for site, shape in zip(agreed, shapes, strict=True)}  # type: ignore[arg-type]
+        if len(dims) == 1:
+            return [dataclasses.replace(site, channel_dim=next(iter(dims))) for site in agreed]
     return agreed
+
+
+def _from_the_end(dim: int, of: int) -> int:
+    return dim % of - of
+
+
+def _from_the_front(dim: int, of: int) -> int:
+    return dim % of
 
 
 def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.topologies.base import Dims, Recurrence, Topology, as_recurrence
+from rewire.topologies.base import Dims, Recurrence, States, Topology, as_recurrence
 
 
 class Layout:
@@ -137,3 +137,9 @@ class Layout:
     def restored(self, x: Tensor) -> Tensor:
         """A view of [..., D] as the model's blocks see it."""
         return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)
+
+    def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
+        """The states in other dimensions: ``view``, which takes hidden states as blocks see them, of each."""
+        if self.channel_dim == -1:
+            return self.topology.viewed(states, view)
+        return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from types import MemberDescriptorType
 from typing import Any
@@ -20,19 +21,26 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else like(value, items)
+        return value if _same(items, value) else like(value, items)
     if isinstance(value, dict):
         for key in list(value):
             new = mapped(value[key], change)
-            if new is not value[key]:
+            if not _same(new, value[key]):
                 value[key] = new
         return value
     if _is_instance_of_dataclass(value):
         held = _fields(value)
         changed = {name: mapped(item, change) for name, item in held.items()}
-        changed = {name: new for name, new in changed.items() if new is not held[name]}
+        changed = {name: new for name, new in changed.items() if not _same(new, held[name])}
         return dataclasses.replace(value, **changed) if changed else value
     return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether nothing was changed; of tuples and lists item by item, as Dynamo cannot tell two of them apart."""
+    if isinstance(old, (tuple, list)):
+        return all(itertools.starmap(_same, zip(new, old, strict=True)))
+    return new is old
 
 
 def _is_instance_of_dataclass(value: Any) -> bool:
@@ -64,17 +72,17 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
         if len(passing) != len(value):
             return value
         items = [along(part, item, change) for part, item in zip(passing, value, strict=True)]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else like(value, items)
+        return value if _same(items, value) else like(value, items)
     if isinstance(passing, dict) and isinstance(value, dict):
         made = {key: along(passing[key], item, change) for key, item in value.items() if key in passing}
-        made = {key: new for key, new in made.items() if new is not value[key]}
-        changed = copy.copy(value) if made else value
+        made = {key: new for key, new in made.items() if not _same(new, value[key])}
+        changed = (value.copy() if type(value) is dict else copy.copy(value)) if made else value  # for Dynamo
         for key, new in made.items():
             changed[key] = new
         return changed
     if _is_instance_of_dataclass(passing) and type(passing) is type(value):
         made = {name: along(item, attributes(value)[name], change) for name, item in _fields(passing).items()}
-        made = {name: new for name, new in made.items() if new is not attributes(value)[name]}
+        made = {name: new for name, new in made.items() if not _same(new, attributes(value)[name])}
         return dataclasses.replace(value, **made) if made else value
     return value
 

@@ -459,8 +459,8 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        topology = self.layout.topology
-        states = topology.viewed(topology.lasting(self.states) if self.reading is None else self.states, view)
+        lasting = self.layout.topology.lasting(self.states) if self.reading is None else self.states
+        states = self.layout.viewed(lasting, view)
         return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:

@@ -449,4 +449,6 @@ def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor], dims
     parts = [view(part) for part in of_token.split(channels, -1)]
     if size == channels == values.shape[-1]:
         return parts[0]
+    if values.shape[-1] == channels:  # whole hidden states, whose last dimension may be another then
+        return torch.cat(parts, -1).unflatten(-1, (*values.shape[-dims:-1], parts[0].shape[-1]))
     return torch.cat(parts, -1)[..., :size].unflatten(-1, values.shape[-dims:])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 ONE, TWO = torch.ones(1), 2 * torch.ones(1)
+STREAM = QKVInputs(ONE, ONE, ONE, ONE)  # stands for one
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,25 @@ def test_tensors_in_containers_change(value: Any, want: Any) -> None:
 @pytest.mark.parametrize("value", [[ONE, 3], (ONE,), Pair(ONE, 2), {"x": ONE}, Output(ONE), "text", None])
 def test_what_does_not_change_is_the_same_object(value: Any) -> None:
     assert mapped(value, lambda x: x) is value
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: ((x, 1), 2),
+        lambda x: [[x]],
+        lambda x: {"x": (x,)},
+        lambda x: Output((x, 1)),
+        lambda x: (Pair(x, None), {"x": [x]}),
+    ],
+)
+def test_dynamo_follows_containers_in_containers(wrap: Callable[[Any], Any]) -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def changed(x: Tensor) -> Any:
+        return mapped(wrap(x), lambda x: Output(x)), along(wrap(STREAM), wrap(x), lambda _, x: Output(x))
+
+    assert changed(ONE) == (wrap(Output(ONE)), wrap(Output(ONE)))
+    assert torch.compile(lambda x: mapped(wrap(x), lambda x: x), fullgraph=True, backend="eager")(ONE) == wrap(ONE)
 
 
 def test_one_tensor_of_several_changes() -> None:

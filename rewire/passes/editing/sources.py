@@ -15,6 +15,7 @@ from rewire.code.text import Span, Text, place_of, span_of, text_of
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Callee, FunctionPlan, Plans
 from rewire.passes.finding.flow import Op, Place, Scope
+from rewire.runtime.reentrant import forwards
 from rewire.torch_internals import uncompiled
 
 
@@ -102,9 +103,11 @@ class Sources:
         by_name = scope.helper or scope.bare
         if scope.parent is None or scope.code is None or not by_name or not self.function(scope)[2]:
             return
+        if not forwards().isdisjoint(above.code for above in scope.outward()):
+            return  # an autograd function holds it: `check_add` refuses that
         try:
             call, above = self.call(scope), scope.parent
-            while above.parent is not None and self._is_given(above, call.func):  # `apply(self.method, x)`
+            while above.parent is not None and self._is_given(above, call):  # `apply(self.method, x)`
                 call, above = self.call(above), above.parent
             caller, text = self.function(above)[1].function, self.text(above)
         except EditError:
@@ -115,12 +118,15 @@ class Sources:
                 f"'{scope.path}', as something holds it: call it by its name there, as `self.{scope.code.co_name}`"
             )
 
-    def _is_given(self, scope: Scope, called: ast.expr) -> bool:
-        """Whether what a function calls is a parameter of its, or an element of one."""
-        while isinstance(called, ast.Subscript):
-            called = called.value
-        code = scope.code
-        return isinstance(called, ast.Name) and code is not None and called.id in code.co_varnames[: code.co_argcount]
+    def _is_given(self, scope: Scope, call: ast.Call) -> bool:
+        """Whether what a function calls, or has a checkpoint call, is a parameter of its, or an element of one."""
+        names = () if scope.code is None else scope.code.co_varnames[: scope.code.co_argcount]
+        for called in (call.func, *call.args[:1]):
+            while isinstance(called, ast.Subscript):
+                called = called.value
+            if isinstance(called, ast.Name) and called.id in names and not scope.arguments.get(called.id):  # no tensor
+                return True
+        return False
 
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """What stands for a function where it is called, and whether it always does: its name.

@@ -16,18 +16,25 @@ from rewire.errors import BadExampleInputs
 from rewire.logs import find as log
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow
+from rewire.runtime.reentrant import USE
 
-CUT = (
+_CUT = (
     "gradients do not pass from the residual add at {} to the next one (`detach`, `.data`, `torch.no_grad()`): later "
     "blocks read earlier states, too, whose gradients would not be cut; to freeze blocks, call requires_grad_(False)"
 )
+_REENTRANT = (
+    "some of its blocks run inside an autograd function, as re-entrant activation checkpointing does, and others do "
+    f"not, so that gradients do not pass from one to the next: {USE}."
+)
 
 
-def where_cut(flow: Flow, adds: Sequence[Add]) -> str:
-    """Behind which residual add of a run gradients are cut off from the next one; empty if nowhere."""
+def why_cut(flow: Flow, adds: Sequence[Add]) -> str:
+    """Why gradients do not pass from one residual add of a run to the next, with the place; empty if they all do."""
     for add, following in itertools.pairwise(adds):
         if are_cut(flow, add, following):
-            return written_at(add.op.place)[0] or f"'{add.op.scope.path}'"
+            inside = add.op.reentrant or following.op.reentrant
+            where = written_at(add.op.place)[0] or f"'{add.op.scope.path}'"
+            return f"{_REENTRANT}{inside}" if inside else _CUT.format(where)
     return ""
 
 

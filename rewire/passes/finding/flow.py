@@ -125,6 +125,7 @@ class Op:
         call: of one that was run: the function, and its arguments with operations for tensors.
         item: which of the tensors of that call's result this is; of its arguments, for one that was written to, as ~n.
         recorded: whether autograd was on.
+        reentrant: of an add that an autograd function made with autograd off: that function's call, as a sentence.
         node: of a torch.fx graph, if it is from one.
     """
 
@@ -145,6 +146,7 @@ class Op:
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
     item: int = 0
     recorded: bool = True
+    reentrant: str = ""
     node: Any = None
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ from rewire.passes.finding.flow import (
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
 from rewire.runtime.nested import attributes
+from rewire.runtime.reentrant import where_reentrant
 from rewire.torch_internals import pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
@@ -211,6 +212,8 @@ class Recorder(TorchFunctionMode):
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
         op.recorded = torch.is_grad_enabled()
+        if not op.recorded and name == "add":
+            op.reentrant = where_reentrant()
         self.ops.append(op)
         self.made.append(tensor)
         self.known[id(tensor)] = op

@@ -84,7 +84,7 @@ class Wires:
     def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> None:
         """The stream has other dimensions: ``value`` is what ``function`` makes of what was read."""
         with plainly():
-            self._states = self.topology.viewed(self._states, function)
+            self._states = self.layout.viewed(self._states, function)
         self._branches, self._exact = [*map(function, self._branches)], function(self._exact)
         self.qkv = None if self.qkv is None else {way: function(x) for way, x in self.qkv.items()}
         self.value = value

@@ -138,7 +138,7 @@ def test_and_where_nothing_else_notices_it_the_comparison_does(topology):
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer"])
 def test_gradients_that_pass_by_a_cut_are_noticed(topology):
     with (
-        mock.patch.object(find, "where_cut", return_value=""),
+        mock.patch.object(find, "why_cut", return_value=""),
         mock.patch.object(Stream, "_check_passes"),
         pytest.raises(rewire.ValidationMismatch, match=f"only.*{MOVED}"),
     ):
