@@ -86,6 +86,7 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
     two_processes.play(Path(worker.__file__), tmp_path, *scenarios, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_schedules(tmp_path: Path) -> None:
     run(tmp_path, 2, "first_of_all", "out_of_turn", "messages", "two_passes_in_groups")
 

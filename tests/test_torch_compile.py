@@ -73,6 +73,7 @@ class SelectivelyCheckpointed(WithExits):
         return exits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "net"), [(ANCRE, WithExits), ("attnres", SelectivelyCheckpointed)])
 @compiles
 def test_exits_between_blocks(topology: str, net: type[nn.Module]) -> None:

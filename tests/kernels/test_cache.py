@@ -93,6 +93,7 @@ print([cache.load(text).VALUE for text in texts] == list(range(20)))
 """
 
 
+@pytest.mark.slow
 def test_processes_can_share_it(own: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(time.time() + 4)]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]

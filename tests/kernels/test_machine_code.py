@@ -44,9 +44,11 @@ def held(found: Any, recorded: list[int], about: str) -> None:
     assert not any(worse), f"{about}: {found}, recorded with Triton {RECORDED['triton']}: {allowed}"
 
 
-@pytest.mark.parametrize("case", registers.CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [case for n, case in enumerate(registers.CASES) if case.target == "sm_90" or n % 3 == 0], ids=str
+)
 def test_single_mixes(case: Any) -> None:
-    """What is recorded spills nothing but for 16 bytes of two of them."""
+    """What is recorded spills nothing but for 16 bytes of two of them; for targets but one every third mix is tried."""
     key = case.mix, str(case.width), str(case.dtype)[6:]
     rows = [row for row in RECORDED["mixes"] if (row["mix"], row["D"], row["states"]) == key]
     found = list(registers.of_mix(case))
