@@ -12,6 +12,10 @@ from torch.autograd.function import FunctionCtx
 
 #: What to do about it.
 USE = "use torch.utils.checkpoint.checkpoint(.., use_reentrant=False), or set the flag that the model has for it"
+#: What to do about an add inside an autograd function.
+ADD_OUTSIDE = (
+    f"if that is activation checkpointing, {USE}; if it is a fused add and norm, switch that off, or add outside of it"
+)
 _OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _EDITED = " (rewired "
 

@@ -12,7 +12,7 @@ from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Op, Scope
-from rewire.runtime.reentrant import USE, forwards
+from rewire.runtime.reentrant import ADD_OUTSIDE, forwards
 
 
 def check_in_place(carriers: Carriers) -> None:
@@ -71,8 +71,8 @@ def check_add(found: Finding, add: Add) -> None:
     where, written = written_at(place)
     if not forwards().isdisjoint(scope.code for scope in add.op.scope.outward()):
         raise EditError(
-            f"the residual add at {where} stands inside a torch.autograd.Function, which no stream can pass: if that "
-            f"is activation checkpointing, {USE}; else let the function return the branch, and add that outside of it"
+            f"the residual add at {where} stands inside a torch.autograd.Function, which no stream can pass: "
+            f"{ADD_OUTSIDE}"
         )
     if place is not None and place[0] in add.op.scope.again:
         raise EditError(

@@ -14,7 +14,7 @@ import torch
 
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
-from rewire.passes.finding.flow import Flow, Op, Scope, around
+from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
@@ -34,6 +34,7 @@ SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | _VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
+FUSED = "a kernel adds, which shows no operations: switch the fused add and norm off, so that the model itself adds"
 #: Why other operations with a state and a branch are none.
 _LIKE_ADDS = {
     "sub": "is a subtraction: only sums are connected, `x + (-f)` say",
@@ -230,6 +231,8 @@ def _stands_before(one: Op, other: Op) -> bool:
 def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
     """What combines a state with what is computed from it through weights in another way; and why it is no such add."""
     operands = op.inputs
+    if op.name == KERNEL or op.leaf is not None:
+        return _added_by_kernel(op, flow)
     if op.name == "sum":
         operands = operands[0].inputs if operands and operands[0].name == "stack" else ()
     elif op.name == "setitem":  # `x[rows] += f`
@@ -244,6 +247,24 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
         if region:
             return {Add(op, shortcut, state, state, [branch], region): why}
     return {}
+
+
+def _added_by_kernel(op: Op, flow: Flow) -> dict[Add, str]:
+    """The same for a kernel that shows no operations, in a fused add and norm, say: its result is the sum by value."""
+    live = [source for source in op.inputs if not source.constant and source.shape == op.shape is not None]
+    pairs = [pair for pair in itertools.permutations(live, 2) if flow.tensors and _is_sum_by_value(op, *pair, flow)]
+    regions = {pair: _branch(op, *pair, flow) for pair in pairs}
+    # else the branch reads what the same kernel made beside the state
+    for state, branch in sorted((p for p in pairs if regions[p] or p[1].weighted), key=lambda p: not regions[p]):
+        return {Add(op, state, state, state, [branch], regions[state, branch] or frozenset({op})): FUSED}
+    return {}
+
+
+def _is_sum_by_value(op: Op, one: Op, other: Op, flow: Flow) -> bool:
+    x, f, y = (flow.tensors[op.index] for op in (one, other, op))
+    if not y.is_floating_point() or y.is_meta or not x.device == f.device == y.device:
+        return False
+    return torch.allclose((x + f).to(y), y, rtol=1e-2, atol=1e-5)
 
 
 def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:

@@ -16,15 +16,15 @@ from rewire.errors import BadExampleInputs
 from rewire.logs import find as log
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow
-from rewire.runtime.reentrant import USE
+from rewire.runtime.reentrant import ADD_OUTSIDE
 
 _CUT = (
     "gradients do not pass from the residual add at {} to the next one (`detach`, `.data`, `torch.no_grad()`): later "
     "blocks read earlier states, too, whose gradients would not be cut; to freeze blocks, call requires_grad_(False)"
 )
 _REENTRANT = (
-    "some of its blocks run inside an autograd function, as re-entrant activation checkpointing does, and others do "
-    f"not, so that gradients do not pass from one to the next: {USE}."
+    "some of its residual adds are made inside an autograd function, and others are not, so that no stream can pass: "
+    f"{ADD_OUTSIDE}."
 )
 
 

@@ -103,6 +103,10 @@ class Scope:
         return False
 
 
+#: The name of what an autograd function computes in ways that show no operations: by kernels, or in C++.
+KERNEL = "kernel"
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Op:
     """One tensor, and the operation that made it.

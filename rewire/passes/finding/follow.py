@@ -81,7 +81,7 @@ class _Follower(fx.Tracer):
         self.result: Any = None
         self.failures: dict[type, int] = {}
         self.scopes: list[Scope] = []
-        self.frames = Frames(self.nodes, self._module_of)
+        self.frames = Frames(lambda value, _: self.nodes(value), self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
         self.written: list[tuple[fx.Node, fx.Proxy, fx.Node]] = []  # in place: by what, and what it was before

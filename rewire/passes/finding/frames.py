@@ -29,12 +29,12 @@ class Frames:
     """Knows the calls of functions that forwards make.
 
     Args:
-        values: what made the tensors in an argument.
+        values: what made the tensors in an argument, which the given call hands on.
         module_of: the module of the model that an object is or stands for, and its path; None for others.
     """
 
     def __init__(
-        self, values: Callable[[Any], list[Any]], module_of: Callable[[Any], tuple[str, nn.Module] | None]
+        self, values: Callable[[Any, Scope], list[Any]], module_of: Callable[[Any], tuple[str, nn.Module] | None]
     ) -> None:
         self.values, self.module_of = values, module_of
         self._helpers: dict[tuple[Scope, int], Scope] = {}  # by the frame's id
@@ -87,7 +87,7 @@ class Frames:
             helper = Scope(scope, path, module, kind, code, place, helper=not called, bare=called, key=object())
             helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
             self._helpers[key] = helper
-            helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
+            helper.arguments = {name: self.values(value, scope) for name, value in _parameters(frame)}
         return self._helpers[key]
 
     def clear(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from rewire.code.functions import forward_of
@@ -25,6 +26,7 @@ from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
 from rewire.passes.finding.flow import (
     CONTAINERS,
     ELEMENTWISE,
+    KERNEL,
     Flow,
     Holder,
     Op,
@@ -37,13 +39,15 @@ from rewire.passes.finding.flow import (
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
 from rewire.runtime.nested import attributes
-from rewire.runtime.reentrant import where_reentrant
+from rewire.runtime.reentrant import forwards, where_reentrant
 from rewire.torch_internals import pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
+#: What makes memory; in an autograd function kernels fill it, which no operation shows.
+_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
 
@@ -88,8 +92,10 @@ class Recorder(TorchFunctionMode):
         #: By operation.
         self.made: list[Tensor] = []
         self.stack: list[Scope] = []
+        self.functions: dict[CodeType, bool] = {}  # of helpers: whether it is an autograd function's forward
+        self.kernels: set[Scope] = set()  # calls of autograd functions that make memory for kernels
         self.unseen = ""
-        self.frames = Frames(self._ops, self._module_of)
+        self.frames = Frames(self._handed, self._module_of)
 
     def attach(self) -> list[Any]:
         """Hook the modules: what follows `__enter__` is recorded; the handles undo it."""
@@ -105,7 +111,7 @@ class Recorder(TorchFunctionMode):
         code = forward_of(module).code
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
-        scope.arguments = {name: self._ops(value) for name, value in _bound(code, args, kwargs)}
+        scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
 
     def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -114,9 +120,7 @@ class Recorder(TorchFunctionMode):
         scope = self.stack.pop()
         given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
         for tensor in tensors_of(output):
-            if (
-                id(tensor) not in self.known and id(tensor) not in self.weights
-            ):  # made by what the recorder does not see: the module is a leaf
+            if id(tensor) not in self.weights and self._is_unseen(tensor, scope):  # the module is a leaf
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
                 if tensor.grad_fn is not None and next(module.children(), None) is not None:
@@ -144,6 +148,8 @@ class Recorder(TorchFunctionMode):
                 self.hooked[self.known[id(args[0])]] = self.frames.caller(self.stack, sys._getframe(1))[1]
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
+        for tensor in given:
+            self._look_for(tensor, scope)
         self.unseen = self.unseen or self._unseen(given, place)
         inputs = [self._op(tensor) for tensor in given]
         weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
@@ -156,6 +162,8 @@ class Recorder(TorchFunctionMode):
             name = ACCUMULATED
         if makes_alike(name):
             inputs, constant, weights = [], False, 0
+        if not inputs and name in _MEMORY and (function := self._function(scope)):
+            self.kernels.add(function)
         count = 0 if name in ELEMENTWISE else weights
         call = (func, self._told(args), self._told(kwargs))
         places = {id(t): ~n for n, t in enumerate(given)} | {id(t): n for n, t in enumerate(tensors_of(result))}
@@ -176,6 +184,63 @@ class Recorder(TorchFunctionMode):
             for whole in wholes:  # of which a part has changed
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
+
+    def _look_for(self, tensor: Tensor, scope: Scope) -> None:
+        """Know a tensor that a call hands on, and that an autograd function made in ways that show no operations."""
+        if id(tensor) in self.weights or isinstance(tensor, nn.Parameter):
+            return
+        op = self.known.get(id(tensor))
+        made_in, here = None if op is None else self._function(op.scope), self._function(scope)
+        if op is None and here is not None:
+            self._new(tensor, KERNEL, (), scope, None)
+            self.kernels.add(here)
+        elif op is None:
+            self._by_kernel(tensor, self._behind(tensor), scope, None)
+        elif made_in is not None and made_in in self.kernels and made_in is not here:
+            given = [source for ops in made_in.arguments.values() for source in ops]
+            self._by_kernel(tensor, given, made_in.parent or scope, made_in.call)
+
+    def _by_kernel(self, tensor: Tensor, given: Sequence[Op], scope: Scope, place: Place | None) -> None:
+        """A result of an autograd function, whose kernels fill it with values of the arguments; if there are any."""
+        if given:
+            op = self._new(tensor, KERNEL, tuple(dict.fromkeys(given)), scope, place)
+            op.constant = all(source.constant for source in given)
+            op.matrices = sum(_is_weight(source, self.made[source.index]) for source in given)
+
+    def _function(self, scope: Scope) -> Scope | None:
+        """The call of an autograd function's forward that something runs in, the outermost; None if it runs in none."""
+        found = None
+        for call in scope.outward():
+            if call.helper and call.code is not None:
+                if call.code not in self.functions:
+                    self.functions[call.code] = call.code in forwards()
+                found = call if self.functions[call.code] else found
+        return found
+
+    def _is_unseen(self, tensor: Tensor, scope: Scope) -> bool:
+        """Whether what a module returns was made in ways that show no operations: by itself, and by no child of it."""
+        op = self.known.get(id(tensor))
+        if op is None or scope.module is None or next(scope.module.children(), None) is not None:
+            return op is None
+        made_in = self._function(op.scope)
+        return made_in is not None and made_in in self.kernels and made_in.modules()[-1] is scope
+
+    def _behind(self, tensor: Tensor) -> list[Op]:
+        """What an autograd function was given that made a tensor, by its gradient's function."""
+        node: Any = tensor.grad_fn
+        if not isinstance(node, BackwardCFunction):
+            return []
+        made = {t.grad_fn: self.known[id(t)] for t in self.made if t.grad_fn is not None}
+        todo, found, seen = [node], list[Op](), set[Any]()
+        while todo:
+            for function, _ in todo.pop().next_functions:
+                leaf: Any = getattr(function, "variable", None)
+                if function in made or id(leaf) in self.weights or id(leaf) in self.known:
+                    found.append(made[function] if function in made else self._op(leaf))
+                elif function is not None and function not in seen:
+                    seen.add(function)
+                    todo.append(function)
+        return [*dict.fromkeys(found)]
 
     def _unseen(self, given: Sequence[Tensor], place: Place | None) -> str:
         """What tensors show that were not made here: where it is read, and what that may have been."""
@@ -236,6 +301,12 @@ class Recorder(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(map(self._told, value))
         return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
+
+    def _handed(self, value: Any, scope: Scope) -> list[Op]:
+        """What made the tensors in an argument that a function gets."""
+        for tensor in tensors_of(value):
+            self._look_for(tensor, scope)
+        return self._ops(value)
 
     def _ops(self, value: Any) -> list[Op]:
         return [self._op(tensor) for tensor in tensors_of(value)]

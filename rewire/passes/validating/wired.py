@@ -28,7 +28,7 @@ from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, is_view
 from rewire.passes.finding.attention import weight_of
 from rewire.passes.finding.chains import Chain
-from rewire.passes.finding.flow import Flow, Op, Scope, around
+from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
 from rewire.passes.finding.projections import Projections, find_projections
 from rewire.passes.finding.record import Recorder
 from rewire.passes.validating.wires import Wires
@@ -239,6 +239,15 @@ class _Wiring(Recorder):
         in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if in_place else contextlib.nullcontext():
             result = super().__torch_function__(func, types, args, kwargs)  # which `_in_place_of` may write to
+        return self._happened(count, result, func, args, kwargs)
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
+        count = len(self.ops)  # behind those that the module made
+        super()._left(module, args, output)
+        return self._happened(count, output, module, args, {})
+
+    def _happened(self, count: int, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """A result, in which operations from the number ``count`` on give something else."""
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
             if new is not None:
@@ -255,6 +264,8 @@ class _Wiring(Recorder):
         steps = self.script.steps.get(key, ())
         if steps and not torch.is_grad_enabled() and where_reentrant():  # what follows has other gradients
             raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
+        if steps and op.name == KERNEL and op.leaf is None:  # it is used already when it is seen
+            raise RuntimeError(f"kernels make the state in module '{op.scope.path}', and show no operations")
         for number, what, operand in steps:
             wires, made = self.passes[number], self.made[op.index] if new is None else new
             if what == "start":

@@ -1,0 +1,192 @@
+"""Models that compute in autograd functions, by kernels or in C++, which show no operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mixing import ANCRE, all_gradients, assert_same, shaken
+from torch import Tensor, nn
+
+import rewire
+
+WIDTH = 16
+
+
+def function(reference: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    """An autograd function that computes what ``reference`` does, where nobody sees it."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, memory: str, *args: Tensor) -> Tensor:
+            ctx.args = args
+            with torch._C.DisableTorchFunction():
+                want = reference(*args)
+            return start_kernel(memory, want)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            with torch.enable_grad(), torch._C.DisableTorchFunction():
+                args = [x.detach().requires_grad_() for x in ctx.args]
+                return None, *torch.autograd.grad(reference(*args), args, grad)
+
+    return Function
+
+
+def start_kernel(memory: str, values: Tensor) -> Tensor:
+    """Memory of some kind that holds ``values``, in rows or not."""
+    rows = values.numel() // values.shape[-1], values.shape[-1]
+    if memory == "C++":  # which makes it
+        with torch._C.DisableTorchFunction():
+            return values.clone()
+    if memory == "rows of C++":
+        with torch._C.DisableTorchFunction():
+            made = values.reshape(rows).clone()
+        return made.view(values.shape)
+    filled = {"empty": torch.empty(values.shape), "like": torch.empty_like(values), "rows": values.new_zeros(rows)}[
+        memory
+    ]
+    with torch._C.DisableTorchFunction():
+        filled.copy_(values.view(filled.shape))
+    return filled.view(values.shape) if memory == "rows" else filled
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.T
+
+
+FUNCTIONS = {reference: function(reference) for reference in (rms, attention, matmul)}
+
+
+class Computes(nn.Module):
+    memory = ""  # none: by operations
+
+    def compute(self, reference: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        return FUNCTIONS[reference].apply(self.memory, *args) if self.memory else reference(*args)
+
+
+class Norm(Computes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(rms, x, self.weight)
+
+
+class Attention(Computes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.compute(attention, self.q(x), self.k(x), self.v(x)))
+
+
+class Mlp(Computes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(matmul, self.up(x).relu(), self.down)
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.attn, self.mlp = Norm(), Norm(), Attention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class PostNorm(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm_1(x + self.attn(x))
+        return self.norm_2(x + self.mlp(x))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], memory: str = "") -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(3, WIDTH), nn.ModuleList(block() for _ in range(3))
+        for module in self.modules():
+            if isinstance(module, Computes):
+                module.memory = memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sin()
+
+
+@pytest.mark.parametrize("memory", ["empty", "like", "rows", "C++", "rows of C++"])
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [(PreNorm, ANCRE), (PreNorm, "hc-dynamic"), (PreNorm, "muddformer"), (PostNorm, ANCRE), (PostNorm, "muddformer")],
+)
+def test_it_is_what_operations_make_of_it(
+    block: type[nn.Module], key: str, memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With moved weights, of the same attentions; and validation is not skipped."""
+    x, found = torch.randn(2, 5, 3), []
+    for each in ("", memory):
+        torch.manual_seed(0)
+        model = shaken(rewire.compile(Net(block, each), key, example_inputs=(x,)), 0.2, 7)
+        (connection,) = rewire.connections(model).values()
+        assert len(connection.layout.units) == 6
+        output = model(x)
+        output.sum().backward()
+        found.append({"output": output.detach()} | all_gradients(model))
+    assert_same(*found, 1e-4)
+    assert "not validated" not in caplog.text
+
+
+class AddAndNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        with torch._C.DisableTorchFunction():
+            total.copy_(x + residual)
+            normed.copy_(rms(total, weight))
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[1], grads[1], None
+
+
+class FusedNorm(Norm):
+    def forward(self, x: Tensor, residual: Tensor) -> Any:  # type: ignore[override]
+        return AddAndNorm.apply(x, residual, self.weight)
+
+
+class FusedBlock(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_2 = FusedNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual, x = x, self.attn(self.norm_1(x))
+        x, residual = self.norm_2(x, residual)
+        return residual + self.mlp(x)
+
+
+def test_adds_that_kernels_make_are_named() -> None:
+    with pytest.raises(
+        rewire.NoResidualAdds, match=r"layers\.0\.attn and 2 more: a kernel adds.*fused add and norm off"
+    ):
+        rewire.compile(Net(FusedBlock), ANCRE, example_inputs=(torch.randn(2, 5, 3),))
