@@ -314,9 +314,10 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:
-    """Whether the value of ``op`` is used outside ``block``, or nowhere: it is what the block returns."""
+    """Whether the value of ``op`` is used outside ``block``, or returned by it: as far as is known, if used nowhere."""
     users = flow.users[op]
-    return not users or any(not block.holds(user.scope) for user in users)
+    returned = op in block.results if block.results else not users
+    return returned or any(not block.holds(user.scope) for user in users)
 
 
 def _after(flow: Flow, op: Op, until: Set[Op]) -> list[Op]:

@@ -149,3 +149,37 @@ def test_a_norm_that_turns_its_input_and_turns_it_back(caplog: pytest.LogCapture
     rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
     assert sum(len(c.layout.units) for c in rewire.connections(rewired).values()) == 4 and not caplog.text
     torch.testing.assert_close(rewired(x), model(x))
+
+
+class KeepsAside(nn.Module):
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.kept = nn.LayerNorm(8), nn.Linear(8, 8), kept
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = x + self.mlp(self.norm(x))
+        if self.kept == "returned":
+            return x, x.relu()
+        self.aside = x.detach() if self.kept == "detached" else x.relu()
+        return x
+
+
+class GoesOn(nn.Module):
+    """Its last state is its output: nothing follows that tells what the last block's state is."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsAside(kept) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+
+@pytest.mark.parametrize("kept", ["detached", "relu", "returned"])
+def test_what_the_last_block_keeps_beside_its_state_is_no_post(kept: str) -> None:
+    model = rewire.compile(GoesOn(kept), "hc-dynamic", example_inputs=(torch.randn(2, 8),))
+    (connection,) = rewire.connections(model).values()
+    assert len(connection.layout.units) == 3 and not connection.layout.posts
