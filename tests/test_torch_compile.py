@@ -153,8 +153,7 @@ class TwoResults(nn.Module):
     ("topology", "call"),
     [
         ("hc-dynamic", "block"),
-        (ANCRE, "function"),
-        *(pytest.param(ANCRE, call, marks=pytest.mark.slow) for call in ("block", "method", "partial", "none")),
+        *(pytest.param(ANCRE, at, marks=pytest.mark.slow) for at in ("block", "function", "method", "partial", "none")),
     ],
 )
 @compiles

@@ -136,7 +136,11 @@ class Net(nn.Module):
 @pytest.mark.parametrize("memory", ["empty", "like", "rows", "C++", "rows of C++"])
 @pytest.mark.parametrize(
     ("block", "key"),
-    [(PreNorm, ANCRE), (PreNorm, "hc-dynamic"), (PreNorm, "muddformer"), (PostNorm, ANCRE), (PostNorm, "muddformer")],
+    [
+        *((PreNorm, "muddformer"), (PostNorm, ANCRE)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(PreNorm, ANCRE), (PreNorm, "hc-dynamic")]),
+        pytest.param(PostNorm, "muddformer", marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_what_operations_make_of_it(
     block: type[nn.Module], key: str, memory: str, caplog: pytest.LogCaptureFixture
