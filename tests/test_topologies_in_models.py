@@ -425,6 +425,31 @@ def test_other_dimensions_between_adds(key: str, views: str, block: type[nn.Modu
     assert_close(*found, 2e-4)
 
 
+class Clips(Pictures):
+    """Sees all pictures of a clip at once: channels are elsewhere in between."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.two = nn.Conv3d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.one(self.norm_1(x))
+        x = x.unflatten(0, (2, 3)).transpose(1, 2)
+        x = x + self.two(self.norm_2(x))
+        return x.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("key", ["hc-dynamic", "grn-v3", "muddformer"])
+def test_channels_that_are_elsewhere_between_views(key: str) -> None:
+    """They come back, but values of tokens cannot go along where there are any."""
+    blocks, inputs = nn.Sequential(Clips(), Clips()), (torch.randn(6, 8, 4, 5),)
+    if key == "muddformer":
+        compiled(blocks, key, example_inputs=inputs)
+        return
+    with pytest.raises(rewire.UnsupportedCall, match=r"dimension 1 is not that of their 8 channels.*'ancre-ingoing'"):
+        compiled(blocks, key, example_inputs=inputs)
+
+
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_low_precision(key: str) -> None:
     model = mixed(llama(), key)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.errors import OutOfOrder
+from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.topologies.base import Dims, Recurrence, States, Topology, as_recurrence
 
 
@@ -139,7 +139,19 @@ class Layout:
         return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)
 
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
-        """The states in other dimensions: ``view``, which takes hidden states as blocks see them, of each."""
+        """The states in other dimensions: ``view``, which takes hidden states as blocks see them, of each.
+
+        Raises:
+            UnsupportedCall: channels are in another dimension then, and the topology keeps values of tokens, too.
+        """
         if self.channel_dim == -1:
             return self.topology.viewed(states, view)
-        return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
+        try:
+            return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
+        except RuntimeError as error:
+            raise UnsupportedCall(
+                f"trunk '{self.trunk}': between two residual adds the hidden states get dimensions in which dimension "
+                f"{self.channel_dim} is not that of their {self.dims.width} channels, and topology "
+                f"'{self.topology.registered_name}' has values of tokens, too, which cannot go along. Use a topology "
+                "with one weight per state ('ancre-ingoing', 'denseformer'), or keep channels in their place."
+            ) from error
