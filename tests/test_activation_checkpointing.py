@@ -122,7 +122,7 @@ class CheckpointsItself(PreNorm):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x) + torch.zeros(WIDTH))  # memory that no kernel fills
         return x
 
 

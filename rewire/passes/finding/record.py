@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -92,8 +93,9 @@ class Recorder(TorchFunctionMode):
         #: By operation.
         self.made: list[Tensor] = []
         self.stack: list[Scope] = []
-        self.functions: dict[CodeType, bool] = {}  # of helpers: whether it is an autograd function's forward
+        self.functions: dict[CodeType | None, bool] = {}  # of helpers: whether it is an autograd function's forward
         self.kernels: set[Scope] = set()  # calls of autograd functions that make memory for kernels
+        self.runners: set[Scope] = set()  # of those that call modules, as checkpoints do: what these compute is seen
         self.unseen = ""
         self.frames = Frames(self._handed, self._module_of)
 
@@ -112,6 +114,8 @@ class Recorder(TorchFunctionMode):
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
         scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
+        if function := self._function(caller):
+            self.runners.add(function)
 
     def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -196,7 +200,7 @@ class Recorder(TorchFunctionMode):
             self.kernels.add(here)
         elif op is None:
             self._by_kernel(tensor, self._behind(tensor), scope, None)
-        elif made_in is not None and made_in in self.kernels and made_in is not here:
+        elif made_in is not None and made_in is not here and made_in in self.kernels - self.runners:
             given = [source for ops in made_in.arguments.values() for source in ops]
             self._by_kernel(tensor, given, made_in.parent or scope, made_in.call)
 
@@ -208,13 +212,12 @@ class Recorder(TorchFunctionMode):
             op.matrices = sum(_is_weight(source, self.made[source.index]) for source in given)
 
     def _function(self, scope: Scope) -> Scope | None:
-        """The call of an autograd function's forward that something runs in, the outermost; None if it runs in none."""
+        """The call of an autograd function's forward that something runs in, with no module between; the outermost."""
         found = None
-        for call in scope.outward():
-            if call.helper and call.code is not None:
-                if call.code not in self.functions:
-                    self.functions[call.code] = call.code in forwards()
-                found = call if self.functions[call.code] else found
+        for call in itertools.takewhile(lambda call: call.helper and call.code is not None, scope.outward()):
+            if call.code not in self.functions:
+                self.functions[call.code] = call.code in forwards()
+            found = call if self.functions[call.code] else found
         return found
 
     def _is_unseen(self, tensor: Tensor, scope: Scope) -> bool:
@@ -223,7 +226,7 @@ class Recorder(TorchFunctionMode):
         if op is None or scope.module is None or next(scope.module.children(), None) is not None:
             return op is None
         made_in = self._function(op.scope)
-        return made_in is not None and made_in in self.kernels and made_in.modules()[-1] is scope
+        return made_in in self.kernels - self.runners and made_in is not None and made_in.modules()[-1] is scope
 
     def _behind(self, tensor: Tensor) -> list[Op]:
         """What an autograd function was given that made a tensor, by its gradient's function."""
