@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from rewire.code.functions import forward_of
 from rewire.code.text import written_at
-from rewire.conventions import is_matrix, matrices
+from rewire.conventions import is_matrix
 from rewire.copies import Inputs, shared
 from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
 from rewire.passes.finding.flow import (
@@ -126,7 +126,8 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_of(output):
             if id(tensor) not in self.weights and self._is_unseen(tensor, scope):  # the module is a leaf
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
-                op.leaf, op.matrices = module, matrices(module)
+                op.leaf = module
+                op.matrices = sum(is_matrix(p.shape) or _is_packed(p) for p in module.parameters())
                 if tensor.grad_fn is not None and next(module.children(), None) is not None:
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
         scope.results = self._ops(output)
@@ -200,7 +201,7 @@ class Recorder(TorchFunctionMode):
             self.kernels.add(here)
         elif op is None:
             self._by_kernel(tensor, self._behind(tensor), scope, None)
-        elif made_in is not None and made_in is not here and made_in in self.kernels - self.runners:
+        elif made_in is not None and made_in is not here and self._is_hidden(op, made_in):
             given = [source for ops in made_in.arguments.values() for source in ops]
             self._by_kernel(tensor, given, made_in.parent or scope, made_in.call)
 
@@ -226,7 +227,19 @@ class Recorder(TorchFunctionMode):
         if op is None or scope.module is None or next(scope.module.children(), None) is not None:
             return op is None
         made_in = self._function(op.scope)
-        return made_in in self.kernels - self.runners and made_in is not None and made_in.modules()[-1] is scope
+        return made_in is not None and made_in.modules()[-1] is scope and self._is_hidden(op, made_in)
+
+    def _is_hidden(self, op: Op, function: Scope) -> bool:
+        """Whether operations do not show how an autograd function makes something of all that it was given."""
+        if function not in self.kernels or function in self.runners:
+            return False
+        reached, todo = {op}, [op]
+        while todo:
+            new = [s for s in todo.pop().inputs if s not in reached]
+            reached.update(new)
+            todo += [source for source in new if self._function(source.scope) is function]
+        given = {source for ops in function.arguments.values() for source in ops}
+        return any(not s.constant and self.made[s.index].is_floating_point() for s in given - reached)
 
     def _behind(self, tensor: Tensor) -> list[Op]:
         """What an autograd function was given that made a tensor, by its gradient's function."""
@@ -361,12 +374,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _is_weight(op: Op, tensor: Tensor) -> bool:
-    """Whether it mixes channels: a matrix of the model, or bytes that hold one.
+    """Whether it mixes channels: a matrix of the model, or bytes that hold one, which layers keep anywhere."""
+    return (op.constant and is_matrix(tensor.shape)) or (_is_packed(tensor) and (op.constant or op.name == "input"))
 
-    Quantised layers pack theirs into one column, and keep them where parameters are not looked for.
-    """
-    packed = tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1
-    return (op.constant and (packed or is_matrix(tensor.shape))) or (packed and op.name == "input")
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether it may be a matrix of a quantised layer, which packs it into one column of bytes."""
+    return tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1
 
 
 def _version(tensor: Tensor) -> int:
