@@ -34,7 +34,7 @@ class Site:
         in_place: whether these write to the sum.
         overwritten: whether the next add writes to what these make, in place.
         width: channels of the stream; None if the structure does not tell.
-        channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
+        channel_dim: dimension of the channels: -1 where they come last, -3 in an image; 1 counts from the front.
     """
 
     name: str

@@ -373,7 +373,8 @@ def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[A
 def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
     """The sites, where what reads the stream says different things of its channels: as most of it says.
 
-    States of one shape have their channels in one dimension. Without shapes the sites stay as they are.
+    States of one shape have their channels in one dimension; of several shapes they are counted from the end or, where
+    they agree only so, from the front. Without shapes the sites stay as they are.
     """
     shapes = [add.shape for add in chain.adds]
     if len({(site.width, site.channel_dim) for site in sites if site.width}) < 2 or None in shapes:

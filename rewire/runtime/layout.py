@@ -149,6 +149,9 @@ class Layout:
         try:
             return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
         except RuntimeError as error:
+            seen = view(self.restored(self.topology.template(states)))
+            if seen.shape[self.channel_dim] == self.dims.width:  # that is not why: out of memory, say
+                raise
             raise UnsupportedCall(
                 f"trunk '{self.trunk}': between two residual adds the hidden states get dimensions in which dimension "
                 f"{self.channel_dim} is not that of their {self.dims.width} channels, and topology "

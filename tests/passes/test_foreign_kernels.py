@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from mixing import ANCRE, all_gradients, assert_same, shaken
+from models import WIDTH, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
-
-WIDTH = 16
 
 
 def function(reference: Callable[..., Tensor]) -> type[torch.autograd.Function]:
@@ -45,9 +44,8 @@ def start_kernel(memory: str, values: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             made = values.reshape(rows).clone()
         return made.view(values.shape)
-    filled = {"empty": torch.empty(values.shape), "like": torch.empty_like(values), "rows": values.new_zeros(rows)}[
-        memory
-    ]
+    kinds = {"empty": torch.empty(values.shape), "like": torch.empty_like(values), "rows": values.new_zeros(rows)}
+    filled = kinds[memory]
     with torch._C.DisableTorchFunction():
         filled.copy_(values.view(filled.shape))
     return filled.view(values.shape) if memory == "rows" else filled
@@ -118,19 +116,12 @@ class PostNorm(PreNorm):
         return self.norm_2(x + self.mlp(x))
 
 
-class Net(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module], memory: str = "") -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Linear(3, WIDTH), nn.ModuleList(block() for _ in range(3))
-        for module in self.modules():
-            if isinstance(module, Computes):
-                module.memory = memory
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.sin()
+def net(block: Callable[[], nn.Module], memory: str = "") -> nn.Module:
+    model = Stack(block)
+    for module in model.modules():
+        if isinstance(module, Computes):
+            module.memory = memory
+    return model
 
 
 @pytest.mark.parametrize("memory", ["empty", "like", "rows", "C++", "rows of C++"])
@@ -146,14 +137,14 @@ def test_it_is_what_operations_make_of_it(
     block: type[nn.Module], key: str, memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With moved weights, of the same attentions; and validation is not skipped."""
-    x, found = torch.randn(2, 5, 3), []
+    x, found = vectors(), []
     for each in ("", memory):
         torch.manual_seed(0)
-        model = shaken(rewire.compile(Net(block, each), key, example_inputs=(x,)), 0.2, 7)
+        model = shaken(rewire.compile(net(block, each), key, example_inputs=(x,)), 0.2, 7)
         (connection,) = rewire.connections(model).values()
         assert len(connection.layout.units) == 6
         output = model(x)
-        output.sum().backward()
+        output.sin().sum().backward()
         found.append({"output": output.detach()} | all_gradients(model))
     assert_same(*found, 1e-4)
     assert "not validated" not in caplog.text
@@ -193,4 +184,4 @@ def test_adds_that_kernels_make_are_named() -> None:
     with pytest.raises(
         rewire.NoResidualAdds, match=r"layers\.0\.attn and 2 more: a kernel adds.*fused add and norm off"
     ):
-        rewire.compile(Net(FusedBlock), ANCRE, example_inputs=(torch.randn(2, 5, 3),))
+        rewire.compile(net(FusedBlock), ANCRE, example_inputs=(vectors(),))

@@ -34,6 +34,7 @@ SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | _VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
+#: Why a sum inside an autograd function's kernel is none.
 FUSED = "a kernel adds, which shows no operations: switch the fused add and norm off, so that the model itself adds"
 #: Why other operations with a state and a branch are none.
 _LIKE_ADDS = {
@@ -254,10 +255,12 @@ def _added_by_kernel(op: Op, flow: Flow) -> dict[Add, str]:
     live = [source for source in op.inputs if not source.constant and source.shape == op.shape is not None]
     pairs = [pair for pair in itertools.permutations(live, 2) if flow.tensors and _is_sum_by_value(op, *pair, flow)]
     regions = {pair: _branch(op, *pair, flow) for pair in pairs}
-    # else the branch reads what the same kernel made beside the state
-    for state, branch in sorted((p for p in pairs if regions[p] or p[1].weighted), key=lambda p: not regions[p]):
-        return {Add(op, state, state, state, [branch], regions[state, branch] or frozenset({op})): FUSED}
-    return {}
+    # without a region the branch reads what the same kernel made beside the state
+    fitting = [pair for pair in pairs if regions[pair] or pair[1].weighted]
+    if not fitting:
+        return {}
+    state, branch = max(fitting, key=lambda pair: bool(regions[pair]))
+    return {Add(op, state, state, state, [branch], regions[state, branch] or frozenset({op})): FUSED}
 
 
 def _is_sum_by_value(op: Op, one: Op, other: Op, flow: Flow) -> bool:
