@@ -95,7 +95,6 @@ class Recorder(TorchFunctionMode):
         self.stack: list[Scope] = []
         self.functions: dict[CodeType | None, bool] = {}  # of helpers: whether it is an autograd function's forward
         self.kernels: set[Scope] = set()  # calls of autograd functions that make memory for kernels
-        self.runners: set[Scope] = set()  # of those that call modules, as checkpoints do: what these compute is seen
         self.unseen = ""
         self.frames = Frames(self._handed, self._module_of)
 
@@ -114,8 +113,6 @@ class Recorder(TorchFunctionMode):
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
         scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
-        if function := self._function(caller):
-            self.runners.add(function)
 
     def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -231,7 +228,7 @@ class Recorder(TorchFunctionMode):
 
     def _is_hidden(self, op: Op, function: Scope) -> bool:
         """Whether operations do not show how an autograd function makes something of all that it was given."""
-        if function not in self.kernels or function in self.runners:
+        if function not in self.kernels:
             return False
         reached, todo = {op}, [op]
         while todo:
