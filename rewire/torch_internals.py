@@ -140,6 +140,16 @@ def viewed(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def gradient_of(tensor: Tensor) -> Any:
+    """The function of its gradient; None where torch has none to give: of a view made under `no_grad` of what was
+    written to since, in a function of autograd, say, it raises.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def memory_of(tensor: Tensor) -> int:
     """What tells a tensor's memory from others; its address would not, on the meta device.
 

@@ -334,8 +334,9 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow, restart)
     left = list(flow.unread.values())
-    between = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
-    aside = {add: why for add, why in rejected.items() if add.op not in between}
+    sums = {add.op for chain in linked for add in chain.adds}
+    made = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
+    aside = {add: why for add, why in rejected.items() if add.op not in made or sums.isdisjoint(add.region)}
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []

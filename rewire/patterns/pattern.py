@@ -120,7 +120,7 @@ def patterns_for(model: nn.Module) -> list[Pattern]:
 
 def is_pretrained(module: nn.Module) -> bool:
     """Whether ``module`` is a Hugging Face model."""
-    library = sys.modules.get("transformers")
+    library = sys.modules.get("transformers.modeling_utils")  # without it there is no such model
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 

@@ -185,3 +185,79 @@ def test_adds_that_kernels_make_are_named() -> None:
         rewire.NoResidualAdds, match=r"layers\.0\.attn and 2 more: a kernel adds.*fused add and norm off"
     ):
         rewire.compile(net(FusedBlock), ANCRE, example_inputs=(vectors(),))
+
+
+class Turn(torch.autograd.Function):
+    """Rotates halves of the channels in place, by views that it makes where autograd is off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        turned = b.clone(), -a
+        x[..., : WIDTH // 2].copy_(turned[0])
+        x[..., WIDTH // 2 :].copy_(turned[1])
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        a, b = grad.chunk(2, dim=-1)
+        return torch.cat((-b, a), -1)
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(Turn.apply(self.up(x) * 1.0))
+
+
+class TurnsAround(nn.Module):
+    """A skip around blocks that turn: whether gradients pass is looked for on the way that they are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.mid, self.up = (nn.Sequential(Turns(), Turns()) for _ in range(3))
+        self.shrink = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        return self.up(torch.lerp(skip, self.mid(self.shrink(skip)), 0.5))
+
+
+def test_views_that_an_autograd_function_writes_to() -> None:
+    rewired = rewire.compile(TurnsAround(), ANCRE, example_inputs=(vectors(width=WIDTH),))
+    assert {len(c.layout.units) for c in rewire.connections(rewired).values()} == {4, 2}
+
+
+class Detaches(torch.autograd.Function):
+    """A fused add and norm that detaches what it is given, which its backward passes gradients to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x.detach() + residual.detach()
+        ctx.save_for_backward(total)
+        return nn.functional.layer_norm(total, total.shape[-1:]), total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        return grad + total, grad + total
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        for layer in self.layers:
+            x, residual = Detaches.apply(layer(x), residual)
+        return x
+
+
+def test_an_add_of_what_an_autograd_function_detaches_is_named_for_what_it_is() -> None:
+    with pytest.raises(rewire.NoResidualAdds, match=r"stands inside a torch\.autograd\.Function(.|\n)*Detaches\.apply"):
+        rewire.compile(Detached(), ANCRE, example_inputs=(vectors(width=WIDTH),))

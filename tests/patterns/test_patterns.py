@@ -4,7 +4,9 @@ import importlib
 import logging
 import subprocess
 import sys
+import types
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from rewire.passes.find import find
 from rewire.passes.prepare import without_inputs
 from rewire.patterns import Pattern, first_given, list_patterns, patterns_for, register_pattern
 from rewire.patterns import pattern as pattern_module
+from rewire.patterns.pattern import is_pretrained
 from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
 from rewire.registry import Registry
 from rewire.trunk import Site, Trunk
@@ -371,3 +374,15 @@ def test_no_library_is_imported_with_rewire() -> None:
     program = "import sys, rewire; print({'transformers', 'timm', 'diffusers', 'torchvision'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
+
+
+def test_a_library_that_is_installed_and_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers beside a torchvision of another build: a model that is none of it has no use for it."""
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", Broken("transformers"))
+    assert not is_pretrained(nn.Linear(1, 1))

@@ -81,9 +81,22 @@ class Carriers:
         while self._is_function(home[-1]):  # what calls it has to call another function
             home.pop()
         found: dict[Scope, None] = {}
-        for scope in (self.begin, *(add.op.scope for add in self.adds)):
-            found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]))
+        for scope in (self.begin, *self._casting(), *(add.op.scope for add in self.adds)):
+            found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]) if home[-1].holds(scope) else ())
         return list(found)
+
+    def _casting(self) -> list[Scope]:
+        """Calls that add nothing, and cast or view the stream's value, of functions that add to it in other calls.
+
+        So does the first block of Mamba: ``residual`` is None there, and is made of what it gets.
+        """
+        adding = {scope for add in self.adds for scope in add.op.scope.outward()}
+        posts = {scope for add in self.adds for op in add.post for scope in op.scope.outward()}
+        code = {scope.code for scope in adding} - {None}
+        scopes = [op.scope for op in self.stage if op in self.on_way]
+        scopes += [scope for scope, _, op in self.flow.casts if op in self.stage]
+        calls = (call for scope in scopes for call in scope.outward())
+        return [call for call in calls if call.code in code and call not in adding and call not in posts]
 
     def _is_function(self, scope: Scope) -> bool:
         """Whether it is the call of a helper that is no method."""

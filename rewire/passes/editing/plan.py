@@ -43,7 +43,7 @@ from rewire.passes.editing.variables import (
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
-from rewire.passes.finding.chains import same_size
+from rewire.passes.finding.chains import rearranged, same_size
 from rewire.passes.finding.flow import Op, Scope
 from rewire.passes.finding.projections import Projections
 
@@ -86,6 +86,7 @@ class _Planner:
         self.found, self.flow, self.name, self.separate = found, found.flow, name, separate
         self.chain, self.adds = carriers.chain, carriers.adds
         self.carriers, self.sources = carriers, carriers.sources
+        self.made_by_calls: set[tuple[int, Scope, Span]] = set()  # numbers of adds, and calls that make their states
 
     def run(self) -> set[Key]:
         """Plan all edits but those of attentions; the functions that only hand the stream on."""
@@ -163,10 +164,22 @@ class _Planner:
                     f"the residual stream starts in an expression of {function.text.where()} that a loop runs again "
                     "between two residual adds"
                 )
+            self._check_one_first(value, scope)
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
             item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
             function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
+
+    def _check_one_first(self, value: Op, scope: Scope) -> None:
+        """Refuse a first state that a lambda or a comprehension makes, which makes others, too."""
+        if value.place is None or scope.code is None or value.place[0] not in scope.code.co_consts:
+            return
+        runs = [op for op in self.flow if scope.holds(op.scope) and op.place == value.place and op.name == value.name]
+        if len(runs) > 1:
+            raise EditError(
+                f"the residual stream starts in a function inside {self.sources.plan(scope).text.where()} that runs "
+                f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
+            )
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
@@ -333,9 +346,23 @@ class _Planner:
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
             if op is add.post[-1]:
+                self._check_made_once(op, add, scope, at)
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index=index))
-            elif same_size(op, add.op) and not inside and not unseen:
+            elif same_size(op, add.op) and not inside and not unseen and _replaces(op, add):
                 function.put(("push", at), Push(at, trunk, item=item, index=index, more=True))
+            if op.scope is not scope:
+                self.made_by_calls.add((number, scope, at))
+
+    def _check_made_once(self, state: Op, add: Add, scope: Scope, at: Span) -> None:
+        """Refuse a state that a loop makes in several passes: the text does not say which is the last one."""
+        again = [op for op in add.post if op.place == state.place is not None and op.scope is state.scope is scope]
+        if len(again) > 1:
+            text = self.sources.text(scope)
+            raise EditError(
+                f"the expression at {text.where(text.nodes[at][0])} makes the next state, and runs {len(again)} times "
+                "between two residual adds. If the loop around it adds branches to a state that it scales, only sums "
+                "without a factor on the state are residual adds; else put the loop into a method of its own"
+            )
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
@@ -345,17 +372,35 @@ class _Planner:
 
     def _passages(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
-            casts = casts_of(add)
-            for op in (*(passage if number else ()), *casts):
+            casts, passage = casts_of(add), passage if number else []
+            of_calls = self._of_calls(number - 1, passage)
+            for op in (*(op for op in passage if op not in of_calls), *casts):
                 scope = self.carriers.innermost(op)
                 if scope is None:
                     raise EditError("the residual stream is reshaped outside the functions that it passes")
                 if self._in_hook(op, scope):
                     continue  # hooks get tensors, and what they return goes on
                 at = self.sources.span(scope, op)
-                same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                beside = op in casts and scope is self.carriers.innermost(add.op)  # else another call gets the result
+                same = op.name in CASTS and (beside or op.dtype == op.inputs[0].dtype)
                 same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
+
+    def _of_calls(self, number: int, views: Sequence[Op]) -> list[Op]:
+        """Those of the views behind an add that a call does to the state which it makes, and not to earlier ones."""
+        add, found = self.adds[number], list[Op]()
+        for op in views:
+            scope = self.carriers.innermost(op)
+            if scope is None or (number, scope, self.sources.span(scope, op)) not in self.made_by_calls:
+                break
+            found.append(op)
+            text, at = self.sources.text(scope), self.sources.span(scope, op)
+        if found and rearranged([*add.post, *found], add.op, found[-1]):
+            raise EditError(
+                f"the call at {text.where(text.nodes[at][0])} makes the next state, and changes its dimensions or "
+                "their order: earlier states would have to be changed alike. Do that outside the call"
+            )
+        return found
 
     def _in_hook(self, op: Op, scope: Scope) -> bool:
         """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""
@@ -423,6 +468,15 @@ class _Planner:
                 return written
             return None
         return None
+
+
+def _replaces(op: Op, add: Add) -> bool:
+    """Whether what follows, up to the next state, reads an operation behind an add, and nothing of its size before it.
+
+    Otherwise it is no state, were it the last one: ``y = w * x`` in ``x = x + y``.
+    """
+    before = {o for o in (add.op, *add.post) if o.index < op.index and same_size(o, add.op)}
+    return all(before.isdisjoint(other.inputs) for other in add.post if other.index > op.index)
 
 
 def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[tuple[Span, bool], ...]:

@@ -10,9 +10,9 @@ from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
-from rewire.passes.finding.adds import Add
+from rewire.passes.finding.adds import INSIDE, Add
 from rewire.passes.finding.flow import Op, Scope
-from rewire.runtime.reentrant import ADD_OUTSIDE, forwards
+from rewire.runtime.reentrant import forwards
 
 
 def check_in_place(carriers: Carriers) -> None:
@@ -70,10 +70,7 @@ def check_add(found: Finding, add: Add) -> None:
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
     if not forwards().isdisjoint(scope.code for scope in add.op.scope.outward()):
-        raise EditError(
-            f"the residual add at {where} stands inside a torch.autograd.Function, which no stream can pass: "
-            f"{ADD_OUTSIDE}"
-        )
+        raise EditError(f"the residual add at {where} {INSIDE}")
     if place is not None and place[0] in add.op.scope.again:
         raise EditError(
             f"the residual add at {where} stands in a function inside the forward of '{path}', which activation "

@@ -37,17 +37,15 @@ class Sources:
             EditError: it is no Python function of its own.
         """
         module, code = scope.module, scope.code
+        if module is not None and code is None and "forward" in vars(module):
+            raise _replaced(scope)
         if module is None or code is None:
             raise EditError(f"the forward of '{scope.path}' is not a Python function")
         if not scope.helper and type(module) in self.definitions:
             return "forward", Decorated(self.definitions[type(module)]), True
         method = undecorated(getattr(type(module), code.co_name, None))
         if "forward" in vars(module) and (not scope.helper or (method.code is code and code.co_name == "forward")):
-            name = scope.path or type(module).__name__
-            raise EditError(
-                f"the forward of '{name}' was replaced on this one module, as `self.forward = self.other` does: make "
-                "it the forward of a class, or let the forward of its class call the other one"
-            )
+            raise _replaced(scope)
         if isinstance(module, fx.GraphModule):
             raise EditError(f"'{scope.path}' was traced by torch.fx, whose copies lose edits: rewire what was traced")
         if not scope.helper:
@@ -211,3 +209,11 @@ def _helper_name(code: CodeType) -> str:
     holder, _, name = code.co_qualname.rpartition(".")
     holder = holder.rpartition(".")[2]
     return name if holder in ("", "<locals>") else f"{holder}_{name}"
+
+
+def _replaced(scope: Scope) -> EditError:
+    return EditError(
+        f"the forward of '{scope.path or type(scope.module).__name__}' was replaced on this one module, as "
+        "`self.forward = self.other` does: make it the forward of a class, or let the forward of its class call the "
+        "other one. To checkpoint it, write checkpoint(module, x, use_reentrant=False) where it is called"
+    )

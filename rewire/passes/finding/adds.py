@@ -15,6 +15,7 @@ import torch
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
 from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
+from rewire.runtime.reentrant import ADD_OUTSIDE
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
@@ -36,6 +37,8 @@ _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "drop
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why a sum inside an autograd function's kernel is none.
 FUSED = "a kernel adds, which shows no operations: switch the fused add and norm off, so that the model itself adds"
+#: Why one that an autograd function makes of what it has detached is none.
+INSIDE = f"stands inside a torch.autograd.Function, which no stream can pass: {ADD_OUTSIDE}"
 #: Why other operations with a state and a branch are none.
 _LIKE_ADDS = {
     "sub": "is a subtraction: only sums are connected, `x + (-f)` say",
@@ -279,6 +282,8 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
         return state, _LIKE_ADDS[op.name]
     if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
         return shortcut, SCALED
+    if op.reentrant:
+        return shortcut.inputs[0] if shortcut.name == "detach" else shortcut, f"it {INSIDE}.{op.reentrant}"
     live = [source for source in shortcut.inputs if not source.constant]
     if len(live) != 1:
         return shortcut, ""
@@ -418,12 +423,13 @@ def called(scope: Scope, depth: int) -> str:
     return scopes[depth].path.removeprefix(above).lstrip(".") if len(scopes) > depth else ""
 
 
-def between(start: Op, end: Op, inside: Scope | None = None) -> frozenset[Op]:
+def between(start: Op, end: Op, inside: Scope | None = None, weights: bool = True) -> frozenset[Op]:
     """All operations on ways from ``start`` to ``end``, both included; empty if there is none.
 
     Args:
         start, end: operations.
         inside: a call of a function that the ways must not leave behind ``start``.
+        weights: whether ways through weights count.
     """
     if start is end:
         return frozenset([start])
@@ -439,7 +445,7 @@ def between(start: Op, end: Op, inside: Scope | None = None) -> frozenset[Op]:
         for source in op.inputs:
             if source.index < start.index or source in seen:
                 continue
-            if source is start or inside is None or inside.holds(source.scope):
+            if source is start or ((inside is None or inside.holds(source.scope)) and (weights or not source.weighted)):
                 seen.add(source)
                 todo.append(source)
     if start not in seen:

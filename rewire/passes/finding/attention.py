@@ -30,8 +30,23 @@ def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str
         take part in one of the three (a gate of the values), by path. None if there is no attention, or several, or one
         module is part of two.
     """
-    found = [known for op, values in attentions(flow, add) if (known := _paths(add, op, values))]
-    return found[0] if found and all(known == found[0] for known in found) else None
+    found = _known(flow, add)
+    return found[0] if len(found) == 1 else None
+
+
+def side_by_side(flow: Flow, add: Add) -> int:
+    """How many attentions of a branch have projections of their own."""
+    return len(_known(flow, add))
+
+
+def _known(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """What `projections_in` says, of each attention that has projections of its own."""
+    found: list[tuple[tuple[str, ...], dict[str, str]]] = []
+    for op, values in attentions(flow, add):
+        known = _paths(add, op, values)
+        if known and known not in found:
+            found.append(known)
+    return found
 
 
 def shared_in(flow: Flow, add: Add) -> str:

@@ -17,6 +17,7 @@ from rewire.logs import find as log
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow
 from rewire.runtime.reentrant import ADD_OUTSIDE
+from rewire.torch_internals import gradient_of
 
 _CUT = (
     "gradients do not pass from the residual add at {} to the next one (`detach`, `.data`, `torch.no_grad()`): later "
@@ -63,7 +64,7 @@ def _reached(x: Tensor, y: Tensor, between: Iterable[Tensor]) -> bool:
     except RuntimeError as error:  # something has been written to since
         log.debug("whether gradients pass cannot be seen: %s", error)
         return True
-    functions = any(isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction) for z in between)
+    functions = any(isinstance(gradient_of(z), torch.autograd.function.BackwardCFunction) for z in between)
     if grad is None or not functions:
         return grad is not None
     if grad.is_meta:

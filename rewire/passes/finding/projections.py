@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_in, shared_in, weight_of
+from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_in, shared_in, side_by_side, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -94,6 +94,11 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     model = flow.model
     found = list(found)
     known = None if add is None else projections_in(flow, add)
+    if add is not None and side_by_side(flow, add) > 1:
+        raise UnsupportedTopology(
+            f"the attention '{site.name}' cannot have separate q/k/v inputs: it is several attentions "
+            "side by side, each with projections of its own. Use a topology that reads one value."
+        )
     region = () if add is None else add.region
     called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
     called |= {weight_of(op) for op in region}
@@ -123,7 +128,7 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
     """The layout of a fused projection's output: how the forward uses it, else as a pattern declares it.
 
     Raises:
-        UnsupportedTopology: the forward uses it in another order than q, k, v, or otherwise than declared.
+        UnsupportedTopology: the forward uses it in another order than q, k, v, or in parts of several sizes.
     """
     if not _needs_layout(flow.model, paths):
         return None
@@ -132,15 +137,13 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
     fused = as_fused(features)
     if len({*features}) + len(paths) != 4:  # it makes all three; or two, where another one makes the third
         return declared
-    if fused is not None and declared in (None, fused):
+    if fused is not None:
         return fused
     order = [*dict.fromkeys(features)]
     if order != [way for way in "qkv" if way in order]:
         how = f"in the order {', '.join(order)}. Let it make queries, keys and values in this order"
-    elif fused is None:
-        how = "in parts of several sizes. Let it make all queries, then all keys, then all values"
     else:
-        how = f"as {fused}, where a pattern says {declared}. Mend the pattern"
+        how = "in parts of several sizes. Let it make all queries, then all keys, then all values"
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs: '{path}' makes them {how}, or use a "
         "topology that reads one value."

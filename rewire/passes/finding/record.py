@@ -41,7 +41,7 @@ from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
 from rewire.runtime.nested import attributes
 from rewire.runtime.reentrant import forwards, where_reentrant
-from rewire.torch_internals import pytree, viewed, writes_to
+from rewire.torch_internals import gradient_of, pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
@@ -125,7 +125,7 @@ class Recorder(TorchFunctionMode):
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf = module
                 op.matrices = sum(is_matrix(p.shape) or _is_packed(p) for p in module.parameters())
-                if tensor.grad_fn is not None and next(module.children(), None) is not None:
+                if gradient_of(tensor) is not None and next(module.children(), None) is not None:
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
         scope.results = self._ops(output)
 
@@ -240,10 +240,10 @@ class Recorder(TorchFunctionMode):
 
     def _behind(self, tensor: Tensor) -> list[Op]:
         """What an autograd function was given that made a tensor, by its gradient's function."""
-        node: Any = tensor.grad_fn
+        node: Any = gradient_of(tensor)
         if not isinstance(node, BackwardCFunction):
             return []
-        made = {t.grad_fn: self.known[id(t)] for t in self.made if t.grad_fn is not None}
+        made = {gradient_of(t): self.known[id(t)] for t in self.made if gradient_of(t) is not None}
         todo, found, seen = [node], list[Op](), set[Any]()
         while todo:
             for function, _ in todo.pop().next_functions:
@@ -266,7 +266,7 @@ class Recorder(TorchFunctionMode):
                 f"`{written}` ({where}) reads a parameter that is none of the model's copy: a closure, a list of "
                 "functions or a global holds modules, and calls the original's"
             )
-        if any(tensor.grad_fn is not None for tensor in unknown):
+        if any(gradient_of(tensor) is not None for tensor in unknown):
             return f"`{written}` ({where}) reads what code has made that shows no operations (TorchScript, say)"
         return ""
 

@@ -13,6 +13,7 @@ import torch
 from mixing import shaken
 from models import WIDTH, Attention, Mlp, PreNorm, SeparateAttention, Stack, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.code.references import found_again
@@ -262,6 +263,15 @@ class Patched(Stack):
             block.forward = types.MethodType(lambda block, x: PreNorm.forward(block, x), block)
 
 
+class Checkpointed(Stack):
+    """As fairseq wraps layers."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, 2)
+        for block in self.layers:
+            vars(block)["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
 class Traced(Stack):
     """Its blocks are graphs, of which every copy is made anew."""
 
@@ -273,7 +283,12 @@ class Traced(Stack):
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize(
-    ("made", "why"), [(Patched, "let the forward of its class call"), (Traced, "traced by torch.fx")]
+    ("made", "why"),
+    [
+        (Patched, "let the forward of its class call"),
+        (Checkpointed, r"To checkpoint it, write checkpoint\(module"),
+        (Traced, "traced by torch.fx"),
+    ],
 )
 def test_modules_whose_copies_would_not_be_edited(made: type[nn.Module], why: str, validate: bool) -> None:
     with pytest.raises(rewire.EditError, match=why):
