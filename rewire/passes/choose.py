@@ -108,9 +108,10 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     if trunk.post_norm and as_recurrence(topology) is None:
         site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(
-            f"trunk '{trunk.name}' is post-norm (in '{site.block}' the state passes {site.post[0]} after the residual "
-            f"add), and topology '{topology.registered_name}' connects the branch outputs of pre-norm blocks only. "
-            "Topologies that connect states take such trunks: 'ancre-ingoing', 'denseformer' or 'muddformer'."
+            f"trunk '{trunk.name}' is post-norm (in '{site.block}' {site.post[-1]} makes the next state of the "
+            f"residual add's sum), and topology '{topology.registered_name}' connects the branch outputs of pre-norm "
+            "blocks only. Topologies that connect states take such trunks: 'ancre-ingoing', 'denseformer' or "
+            "'muddformer'."
         )
     one_add_each = trunk.blocks == len(trunk.sites)
     if granularity == "block" and trunk.post_norm and not one_add_each:

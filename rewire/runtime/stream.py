@@ -39,15 +39,18 @@ class Weights:
         learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
         recorded: whether autograd recorded how.
         ended: whether a trunk's output was made with them.
+        format: how hidden states lie in memory in the model itself, where sums of them might not: it may take views of
+            them, and random numbers are drawn in the order of memory.
         loans: values of streams that others read between the last block and the next, and how often they had been
             written to. (Here, as this object is all that streams of one forward share.)
     """
 
-    __slots__ = ("ended", "learned", "loans", "recorded", "value")
+    __slots__ = ("ended", "format", "learned", "loans", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int | None]] = []
+        self.format: torch.memory_format | None = None
         self.ended = False
 
 
@@ -137,8 +140,9 @@ class Stream(TensorLike):
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
-        states = layout.topology.start(layout.channels_last(x), weights)
-        return cls(states, None, Weights(weights, learned), layout, placement=placement)
+        states, shared = layout.topology.start(layout.channels_last(x), weights), Weights(weights, learned)
+        shared.format = _format(x, layout.channel_dim)
+        return cls(states, None, shared, layout, placement=placement)
 
     @property
     def complete(self) -> bool:
@@ -225,8 +229,15 @@ class Stream(TensorLike):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
         if isinstance(value, QKVInputs):
-            return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), states
-        return value if layout.channel_dim == -1 else layout.restored(materialize(value)), states
+            return QKVInputs(*map(self._restored, (value.q, value.k, value.v, value.residual))), states
+        as_it_is = layout.channel_dim == -1 and self.weights.format is None
+        return value if as_it_is else self._restored(materialize(value)), states
+
+    def _restored(self, x: Tensor) -> Tensor:
+        """[..., D] as the model's blocks see it."""
+        x, format = self.layout.restored(x), self.weights.format
+        fits = format is torch.contiguous_format or x.dim() == _DIMS.get(format)  # pictures may be rows by now
+        return x.contiguous(memory_format=format) if format is not None and fits else x
 
     def _read_as(self, states: States, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream when ``value`` has been read, with the states of `_due`."""
@@ -286,7 +297,7 @@ class Stream(TensorLike):
             return self._out(stream.held.sum), functools.partial(stream.push, more=True)
         places = stream._newest()
         if places:
-            return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
+            return self._out(stream._restored(stream.states[places[-1]])), stream._replaced
         value, opened = stream.read()
         return value.residual if isinstance(value, QKVInputs) else value, opened._changed
 
@@ -383,7 +394,7 @@ class Stream(TensorLike):
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
         layout, unit = self.layout, self.layout.units[self.position]
         moved = map(layout.channels_last, branches)
-        return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
+        return self._restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after operations behind an add made ``state`` of its sum; ``more``: others may follow.
@@ -478,7 +489,7 @@ class Stream(TensorLike):
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
         self._seen("end", self.states)
-        output = layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
+        output = self._restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
         if not (torch.compiler.is_compiling() and in_higher_order()):
             self.weights.ended = True
         self._seen("finish", output)
@@ -547,6 +558,18 @@ class Stream(TensorLike):
                     * self.layout.topology.needs_width
                 )
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
+
+
+#: How many dimensions there are in memory formats in which channels come last, and are written as the second one.
+_DIMS: dict[torch.memory_format | None, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
+    """The memory format that values read of a stream have to be given, if they may have another one than ``x``."""
+    if x.is_contiguous():
+        return None if channel_dim == -1 else torch.contiguous_format
+    last = [format for format, dims in _DIMS.items() if dims == x.dim() and format is not None]
+    return next((format for format in last if x.is_contiguous(memory_format=format)), None)
 
 
 def version(value: Tensor) -> int | None:

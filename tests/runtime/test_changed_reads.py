@@ -161,7 +161,7 @@ class Normed(Scaling):
 
 
 def test_what_is_multiplied_with_itself_is_not_only_scaled() -> None:
-    with pytest.raises(rewire.UnsupportedTopology, match="the state passes"):
+    with pytest.raises(rewire.UnsupportedTopology, match="mul makes the next state"):
         rewire.compile(Normed(), "hc-static", example_inputs=(vectors(),))
 
 

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rewire
 from rewire.runtime.layout import Layout
 from rewire.topologies import Residual
 from rewire.topologies.base import Dims
@@ -10,3 +15,56 @@ def test_layout_opens_and_closes_units() -> None:
     assert layout.dims == Dims(3)
     assert [layout.begins_unit(site) for site in range(4)] == [True, True, False, True]
     assert [layout.closes_unit(site) for site in range(4)] == [True, False, True, True]
+
+
+class Picture(nn.Module):
+    """A block that takes a view of channels, rows and columns together, and drops values in the order of memory."""
+
+    def __init__(self, merges: bool) -> None:
+        super().__init__()
+        self.norm, self.conv, self.drop = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.2)
+        self.merges = merges
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        if self.merges:
+            h = h * h.view(h.shape[0], -1).std(1)[:, None, None, None]
+        return x + self.conv(self.drop(h))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "grn-v2", "muddformer", "hc-static", "hc-dynamic", "mhc"])
+@pytest.mark.parametrize("last", [False, True])
+def test_blocks_get_pictures_in_the_memory_format_that_the_model_has(topology: str, last: bool) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(Picture(not last) for _ in range(3))), torch.randn(2, 8, 6, 6)
+    if last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    rewired = rewire.compile(model, topology, example_inputs=(x,))
+    made = []
+    for each in (model, rewired):
+        torch.manual_seed(1)
+        made.append(each.train()(x))
+    assert made[0].stride() == made[1].stride()
+    torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-6)
+
+
+class Rows(nn.Module):
+    """A block of rows between blocks of pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.f, self.last = Picture(False), nn.Conv1d(8, 8, 1), Picture(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        h = x.flatten(2)
+        h = h + self.f(h)
+        return self.last(h.reshape(x.shape))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "hc-dynamic"])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_pictures_that_become_rows(topology: str, format: torch.memory_format) -> None:
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 1), Rows()), torch.randn(2, 8, 6, 6).contiguous(memory_format=format)
+    model = model.to(memory_format=format).eval()
+    rewired = rewire.compile(model, topology, example_inputs=(x,))
+    torch.testing.assert_close(rewired(x), model(x), rtol=1e-5, atol=1e-6)

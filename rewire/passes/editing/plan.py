@@ -355,11 +355,12 @@ class _Planner:
 
     def _check_made_once(self, state: Op, add: Add, scope: Scope, at: Span) -> None:
         """Refuse a state that a loop makes in several passes: the text does not say which is the last one."""
-        again = [op for op in add.post if op.place == state.place is not None and op.scope is state.scope is scope]
-        if len(again) > 1:
+        alike = [op for op in add.post if (op.scope, op.place, op.name) == (scope, state.place, state.name)]
+        runs = len({id(op.call) for op in alike if op.call is not None})
+        if runs > 1:
             text = self.sources.text(scope)
             raise EditError(
-                f"the expression at {text.where(text.nodes[at][0])} makes the next state, and runs {len(again)} times "
+                f"the expression at {text.where(text.nodes[at][0])} makes the next state, and runs {runs} times "
                 "between two residual adds. If the loop around it adds branches to a state that it scales, only sums "
                 "without a factor on the state are residual adds; else put the loop into a method of its own"
             )

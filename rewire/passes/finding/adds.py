@@ -22,17 +22,17 @@ UNSCALED = "unscaled"  # a product with the number 1: of a factor that some othe
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
 #: Views that change the order of values.
 TURNS = frozenset(
-    {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims"}
-    | {"flip", "fliplr", "flipud", "rot90", "roll"}
+    {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims", "adjoint"}
+    | {"flip", "fliplr", "flipud", "rot90", "roll", "channel_shuffle"}
 )
-_VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
+VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
 #: Indices: views if they keep as many values as there are.
-_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select"})
+_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather", "take_along_dim"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 #: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
-_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | _VIEWS
+_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why a sum inside an autograd function's kernel is none.
@@ -135,7 +135,7 @@ def is_view(op: Op) -> bool:
     So does an index that keeps the number of values: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
     """
     if op.name not in _SELECTIONS:
-        return op.name in _VIEWS and bool(op.inputs)
+        return op.name in VIEWS and bool(op.inputs)
     return bool(op.inputs) and size_of(op) == size_of(op.inputs[0]) != -1
 
 

@@ -51,8 +51,10 @@ def _known(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]
 
 def shared_in(flow: Flow, add: Add) -> str:
     """In words, what makes two of queries, keys and values, as in latent attentions; empty if nothing does."""
-    names = {"q": "queries", "k": "keys", "v": "values"}
-    for op, values in attentions(flow, add):
+    names, found = {"q": "queries", "k": "keys", "v": "values"}, [*attentions(flow, add)]
+    if len(found) > 1:
+        return f"its branch is {len(found)} attentions"
+    for op, values in found:
         made = {way: _sources(add.region, op, value).keys() for way, value in zip("qkv", values, strict=True)}
         for a, b in itertools.combinations("qkv", 2):
             both = sorted(made[a] & made[b])

@@ -266,14 +266,14 @@ def _rows(adds: list[Add]) -> list[Chain]:
 
 def rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
     """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
-    turns = sum(op.name in TURNS or _reorders(op) for op in post)
+    turns = sum((op.name in TURNS or _reorders(op)) and same_size(op, before) for op in post)
     shaped = any(bool(op.inputs) and op.shape != op.inputs[0].shape for op in post)
     return turns % 2 == 1 or (shaped and before.shape != behind.shape)
 
 
 def _reorders(op: Op) -> bool:
-    """Whether it is ``x[order]``, an index with lists or tensors."""
-    if op.name == "index_select":
+    """Whether it is ``x[order]``, or another index with lists or tensors."""
+    if op.name in ("index_select", "gather", "take_along_dim"):
         return True
     index = op.selected[0] if op.name == "getitem" and op.selected else ()
     parts = index if isinstance(index, tuple) else (index,)

@@ -106,6 +106,9 @@ def _name(node: fx.Node) -> str:
     target: Any = node.target
     while isinstance(target, functools.partial):
         target = target.func
+    if target is torch.einsum and len(node.all_input_nodes) == 1 and isinstance(node.args[0], str):
+        before, _, behind = node.args[0].replace(" ", "").partition("->")
+        return "permute" if sorted(before) == sorted(behind) else "einsum"
     return plain_name(target if isinstance(target, str) else getattr(target, "__name__", ""))
 
 

@@ -23,7 +23,7 @@ from rewire.code.functions import forward_of
 from rewire.code.text import written_at
 from rewire.conventions import is_matrix
 from rewire.copies import Inputs, shared
-from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
+from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED, VIEWS
 from rewire.passes.finding.flow import (
     CONTAINERS,
     ELEMENTWISE,
@@ -154,12 +154,15 @@ class Recorder(TorchFunctionMode):
             self._look_for(tensor, scope)
         self.unseen = self.unseen or self._unseen(given, place)
         inputs = [self._op(tensor) for tensor in given]
-        weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
+        inputs = inputs[:1] if name.endswith("_as") else inputs  # the other one says how large, or of which dtype
+        weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=False))
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
+        if isinstance(result, Tensor) and len(given) == 1 and not written and _is_whole(given[0], result, func):
+            name = "view" if given[0].stride() == result.stride() else "permute"  # `x.mT`, einsum("bij->bji", x)
         if name == "index_put" and (True in args[3:] or kwargs.get("accumulate")):
             name = ACCUMULATED
         if makes_alike(name):
@@ -323,6 +326,18 @@ class Recorder(TorchFunctionMode):
 
     def _ops(self, value: Any) -> list[Op]:
         return [self._op(tensor) for tensor in tensors_of(value)]
+
+
+def _is_whole(x: Tensor, view: Tensor, function: Any) -> bool:
+    """Whether one tensor is all of another one in the same memory, by an operation that no name tells.
+
+    Those that cut gradients are none, nor is one that goes by strides, which other states may have otherwise.
+    """
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of ``Tensor.mT.__get__``
+    name = attribute or plain_name(str(getattr(function, "__name__", "")))
+    if name in (*VIEWS, "detach", "data", "getitem", "as_strided") or x.numel() != view.numel():
+        return False
+    return x.dtype == view.dtype and x.requires_grad == view.requires_grad and storage(x) == storage(view)
 
 
 def _by_one(args: tuple[Any, ...]) -> bool:

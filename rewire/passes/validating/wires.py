@@ -105,6 +105,8 @@ class Wires:
 
     def _rounded(self, like: Tensor) -> Tensor:
         self.value = self._exact.to(like.dtype)
+        if like.is_contiguous():
+            self.value = self.value.contiguous()
         return self.value
 
     def _last(self, x: Tensor) -> Tensor:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
+import pytest
 import torch
+from mixing import shaken
 from torch import Tensor, nn
 
+import rewire
 from rewire.passes.finding.record import record
 
 
@@ -30,3 +34,46 @@ def test_a_buffer_that_is_replaced_lives_on_so_that_no_other_tensor_gets_its_id(
     plain(x)
     record(recorded, ((x,), {}))
     assert recorded.lives and not plain.lives
+
+
+class TurnsBetween(nn.Module):
+    """Blocks of as many tokens as channels, which change places between two adds."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.turn = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+            x = self.turn(x)
+        return x
+
+
+ORDER = torch.tensor([2, 0, 1, 5, 4, 3])
+#: Ways to write the same rearrangement.
+TURNED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "mT": (lambda x: x.mT, lambda x: x.transpose(1, 2)),
+    "mH": (lambda x: x.mH, lambda x: x.transpose(1, 2)),
+    "adjoint": (torch.adjoint, lambda x: x.transpose(1, 2)),
+    "einsum": (lambda x: torch.einsum("bij->bji", x), lambda x: x.transpose(1, 2)),
+    "real": (lambda x: x.mT.real, lambda x: x.transpose(1, 2)),
+    "gather": (lambda x: x.gather(1, ORDER[None, :, None].expand_as(x)), lambda x: x[:, ORDER]),
+}
+
+
+@pytest.mark.parametrize("way", TURNED)
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer", "grn-v2"])
+def test_what_is_in_the_same_memory_is_a_view_whatever_it_is_called(way: str, topology: str) -> None:
+    given = (torch.randn(2, 6, 6),)
+    made = [rewire.compile(TurnsBetween(turn), topology, example_inputs=given) for turn in TURNED[way]]
+    assert [len(c.layout.units) for model in made for c in rewire.connections(model).values()] == [4, 4]
+    with torch.no_grad():
+        got, expected = (shaken(model, 0.3, seed=3)(*given) for model in made)
+    torch.testing.assert_close(got, expected)
+
+
+def test_what_only_says_how_large_a_result_is_makes_nothing_of_it() -> None:
+    flow = record(TurnsBetween(lambda x: torch.ones(6, 6).expand_as(x) * x), ((torch.randn(2, 6, 6),), {}))
+    assert {len(op.inputs) for op in flow if op.name == "expand_as"} == {1}
