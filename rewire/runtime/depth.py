@@ -536,7 +536,7 @@ class Depth:
     def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
         live, held = self._held(values)
-        if live is None:
+        if live is None or live.stream.complete:  # behind the last add it is the output's alone
             return function(*values)
         live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
