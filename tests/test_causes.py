@@ -2090,12 +2090,8 @@ class GatedBySum(nn.Module):
         return self.norm2((x + self.mlp(x)).clamp(-1e4, 1e4))
 
 
-def test_what_is_made_of_a_sum_beside_the_state_is_no_state() -> None:
-    assert_connected(Stack(GatedBySum, 3), {"layers": 6}, vectors())
-
-
 class GatedBySequence(GatedBySum):
-    """D-FINE's way: what the gate is made of ends the stream inside a block, where another one starts."""
+    """D-FINE's way: what the gate is made of is in other dimensions, on a way through weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2108,8 +2104,9 @@ class GatedBySequence(GatedBySum):
         return self.norm2((x + self.mlp(x)).clamp(-1e4, 1e4))
 
 
-def test_what_follows_a_stream_is_not_that_of_the_next() -> None:
-    assert_connected(Stack(GatedBySequence, 3), {"layers": 2, "layers'": 2}, vectors())
+@pytest.mark.parametrize("block", [GatedBySum, GatedBySequence])
+def test_what_is_made_of_a_sum_beside_the_state_is_no_state(block: type[nn.Module]) -> None:
+    assert_connected(Stack(block, 3), {"layers": 6}, vectors())
 
 
 class Shortened(nn.Module):
