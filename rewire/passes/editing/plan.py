@@ -332,23 +332,26 @@ class _Planner:
                     "before it: make a new tensor there, as `x = x.index_add(..)` does"
                 )
             made[scope, self.sources.span(scope, op)] = op
+        views = {op for (scope, _), op in made.items() if is_view(op) and op.scope is scope}  # of all states
+        state = max((op for op in made.values() if op not in views), key=lambda op: op.index, default=None)
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
             trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
             index = None if item is None else self._index_returned(op, scope)
-            inside = any(other is scope and within(at, span) for other, span in made if span != at)
+            around = [o for (where, span), o in made.items() if where is scope and span != at and within(at, span)]
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
-            if is_view(op) and op.scope is scope:
+            if op in views:
                 function.put(("view", at), View(at, False))
                 continue
             item = item if index is None else None
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
-            if op is add.post[-1]:
+            if op is state:
                 self._check_made_once(op, add, scope, at)
-                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item, index=index))
-            elif same_size(op, add.op) and not inside and not unseen and _replaces(op, add):
+                norm = self._norm(scope, number + 1, None) if op is add.post[-1] else None
+                function.put(("push", at), Push(at, trunk, norm, item, index=index))
+            elif same_size(op, add.op) and views.issuperset(around) and not unseen and _replaces(op, add):
                 function.put(("push", at), Push(at, trunk, item=item, index=index, more=True))
             if op.scope is not scope:
                 self.made_by_calls.add((number, scope, at))

@@ -60,6 +60,22 @@ class Flattened(PostNorm):
         return self.ln_2(x.flatten(0, 1)).view(x.shape)
 
 
+class Turned(PostNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x = self.ln_1(x.transpose(0, 1)).transpose(0, 1)
+        x = x + self.g(x)
+        return torch.permute(self.ln_2(torch.permute(x, (1, 0, 2))), (1, 0, 2))
+
+
+class InALoop(PostNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        for f, norm in ((self.f, self.ln_1), (self.g, self.ln_2)):
+            x = x + f(x)
+            x = norm(x.mT.mT.transpose(0, 1)).transpose(0, 1)
+        return x
+
+
 def trunk(cls: type[PostNorm], through: Any, added: bool = False) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(cls(through, added) for _ in range(2))))
@@ -79,6 +95,8 @@ def moved(model: nn.Module, topology: str, given: Tensor = X) -> Any:
         (PostNorm, in_a_batch, False),
         (PostNorm, add_or_not, True),
         (Flattened, None, False),
+        (Turned, None, False),
+        (InALoop, None, False),
     ],
 )
 def test_views_in_a_call_are_of_the_state_alone_that_it_makes(
