@@ -92,7 +92,8 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
 
 def _by_use(flow: Flow, add: Add, products: dict[str, Op], width: int) -> Attention | None:
     """The projections of what an attention uses as queries, keys and values; None if these are not clear."""
-    paths, beside = projections_in(flow, add) or ((), {})
+    known = projections_in(flow, add)
+    paths, beside = known[0] if len(known) == 1 else ((), {})
     if beside or not paths or not products.keys() >= {*paths}:
         return None
     if len(paths) == 3:

@@ -236,8 +236,9 @@ class Stream(TensorLike):
     def _restored(self, x: Tensor) -> Tensor:
         """[..., D] as the model's blocks see it."""
         x, format = self.layout.restored(x), self.weights.format
-        fits = format is torch.contiguous_format or x.dim() == _DIMS.get(format)  # pictures may be rows by now
-        return x.contiguous(memory_format=format) if format is not None and fits else x
+        if format is None or x.dim() != _DIMS.get(format, x.dim()):  # pictures may be rows by now
+            return x
+        return x.contiguous(memory_format=format)
 
     def _read_as(self, states: States, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream when ``value`` has been read, with the states of `_due`."""
@@ -561,15 +562,15 @@ class Stream(TensorLike):
 
 
 #: How many dimensions there are in memory formats in which channels come last, and are written as the second one.
-_DIMS: dict[torch.memory_format | None, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
+_DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
     """The memory format that values read of a stream have to be given, if they may have another one than ``x``."""
     if x.is_contiguous():
         return None if channel_dim == -1 else torch.contiguous_format
-    last = [format for format, dims in _DIMS.items() if dims == x.dim() and format is not None]
-    return next((format for format in last if x.is_contiguous(memory_format=format)), None)
+    last = (format for format, dims in _DIMS.items() if dims == x.dim() and x.is_contiguous(memory_format=format))
+    return next(last, None)
 
 
 def version(value: Tensor) -> int | None:

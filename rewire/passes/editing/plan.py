@@ -377,8 +377,7 @@ class _Planner:
     def _passages(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
             casts, passage = casts_of(add), passage if number else []
-            of_calls = self._of_calls(number - 1, passage)
-            for op in (*(op for op in passage if op not in of_calls), *casts):
+            for op in (*passage[self._of_calls(number - 1, passage) :], *casts):
                 scope = self.carriers.innermost(op)
                 if scope is None:
                     raise EditError("the residual stream is reshaped outside the functions that it passes")
@@ -390,21 +389,27 @@ class _Planner:
                 same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
-    def _of_calls(self, number: int, views: Sequence[Op]) -> list[Op]:
-        """Those of the views behind an add that a call does to the state which it makes, and not to earlier ones."""
-        add, found = self.adds[number], list[Op]()
+    def _of_calls(self, number: int, views: Sequence[Op]) -> int:
+        """How many of the views behind an add, the first ones, a call does to the state that it makes, and to no other.
+
+        Raises:
+            EditError: that is in other dimensions then.
+        """
+        add, scopes = self.adds[number], list[Scope]()
         for op in views:
             scope = self.carriers.innermost(op)
             if scope is None or (number, scope, self.sources.span(scope, op)) not in self.made_by_calls:
                 break
-            found.append(op)
-            text, at = self.sources.text(scope), self.sources.span(scope, op)
-        if found and rearranged([*add.post, *found], add.op, found[-1]):
+            scopes.append(scope)
+        own = views[: len(scopes)]
+        if own and rearranged([*add.post, *own], add.op, own[-1]):
+            text = self.sources.text(scopes[-1])
+            at = text.where(text.nodes[self.sources.span(scopes[-1], own[-1])][0])
             raise EditError(
-                f"the call at {text.where(text.nodes[at][0])} makes the next state, and changes its dimensions or "
-                "their order: earlier states would have to be changed alike. Do that outside the call"
+                f"the call at {at} makes the next state, and changes its dimensions or their order: earlier states "
+                "would have to be changed alike. Do that outside the call"
             )
-        return found
+        return len(own)
 
     def _in_hook(self, op: Op, scope: Scope) -> bool:
         """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""

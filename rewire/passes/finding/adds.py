@@ -25,9 +25,10 @@ TURNS = frozenset(
     {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims", "adjoint"}
     | {"flip", "fliplr", "flipud", "rot90", "roll", "channel_shuffle"}
 )
+#: And all views.
 VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
 #: Indices: views if they keep as many values as there are.
-_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather", "take_along_dim"})
+_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
@@ -37,7 +38,7 @@ _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "drop
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why a sum inside an autograd function's kernel is none.
 FUSED = "a kernel adds, which shows no operations: switch the fused add and norm off, so that the model itself adds"
-#: Why one that an autograd function makes of what it has detached is none.
+#: What is said of a sum that an autograd function makes by an operation.
 INSIDE = f"stands inside a torch.autograd.Function, which no stream can pass: {ADD_OUTSIDE}"
 #: Why other operations with a state and a branch are none.
 _LIKE_ADDS = {

@@ -22,25 +22,14 @@ _WHOLE = {"get", "getattr", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
-def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str]] | None:
+def projections_in(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]:
     """What projects queries, keys and values in a branch, or what projects all three: see `Projections.paths`.
 
     Returns:
         Three paths (q, k, v); or one; or that of one of them, and of what makes the other two. And smaller maps that
-        take part in one of the three (a gate of the values), by path. None if there is no attention, or several, or one
-        module is part of two.
+        take part in one of the three (a gate of the values), by path. Of each attention that has projections of its
+        own, and none that is part of two.
     """
-    found = _known(flow, add)
-    return found[0] if len(found) == 1 else None
-
-
-def side_by_side(flow: Flow, add: Add) -> int:
-    """How many attentions of a branch have projections of their own."""
-    return len(_known(flow, add))
-
-
-def _known(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-    """What `projections_in` says, of each attention that has projections of its own."""
     found: list[tuple[tuple[str, ...], dict[str, str]]] = []
     for op, values in attentions(flow, add):
         known = _paths(add, op, values)
@@ -51,10 +40,8 @@ def _known(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]
 
 def shared_in(flow: Flow, add: Add) -> str:
     """In words, what makes two of queries, keys and values, as in latent attentions; empty if nothing does."""
-    names, found = {"q": "queries", "k": "keys", "v": "values"}, [*attentions(flow, add)]
-    if len(found) > 1:
-        return f"its branch is {len(found)} attentions"
-    for op, values in found:
+    names = {"q": "queries", "k": "keys", "v": "values"}
+    for op, values in attentions(flow, add):
         made = {way: _sources(add.region, op, value).keys() for way, value in zip("qkv", values, strict=True)}
         for a, b in itertools.combinations("qkv", 2):
             both = sorted(made[a] & made[b])

@@ -273,7 +273,7 @@ def rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
 
 def _reorders(op: Op) -> bool:
     """Whether it is ``x[order]``, or another index with lists or tensors."""
-    if op.name in ("index_select", "gather", "take_along_dim"):
+    if op.name in ("index_select", "gather"):
         return True
     index = op.selected[0] if op.name == "getitem" and op.selected else ()
     parts = index if isinstance(index, tuple) else (index,)

@@ -12,7 +12,7 @@ from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
-from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_in, shared_in, side_by_side, weight_of
+from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_in, shared_in, weight_of
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
@@ -93,16 +93,17 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     """
     model = flow.model
     found = list(found)
-    known = None if add is None else projections_in(flow, add)
-    if add is not None and side_by_side(flow, add) > 1:
+    known = [] if add is None else projections_in(flow, add)
+    if len(known) > 1:
         raise UnsupportedTopology(
-            f"the attention '{site.name}' cannot have separate q/k/v inputs: it is several attentions "
-            "side by side, each with projections of its own. Use a topology that reads one value."
+            f"the attention '{site.name}' cannot have separate q/k/v inputs: it is {len(known)} attentions side by "
+            "side, each with projections of its own. Use a topology that reads one value."
         )
+    by_use, others = known[0] if known else ((), {})
     region = () if add is None else add.region
     called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
     called |= {weight_of(op) for op in region}
-    used = [known[0]] if known and (known[0][0] in called or _submodule(model, known[0][0]) is not None) else []
+    used = [by_use] if by_use and (by_use[0] in called or _submodule(model, by_use[0]) is not None) else []
     usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
     candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     # In a joint attention of two streams, modules with usual names may read the other one.
@@ -110,8 +111,8 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
         fused = declared if add is None else _layout(flow, site, add, paths, declared)
         if fused is not None or not _needs_layout(model, paths):
             beside = _beside(model, site, found)
-            if not beside and known is not None and known[0] == paths:
-                beside = known[1]
+            if not beside and by_use == paths:
+                beside = others
             return Projections(site.name, paths, fused, beside)
     use = "It was traced without inputs: pass example_inputs. Or use" if add and add.op.node is not None else "Use"
     below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]

@@ -153,9 +153,9 @@ class Recorder(TorchFunctionMode):
         for tensor in given:
             self._look_for(tensor, scope)
         self.unseen = self.unseen or self._unseen(given, place)
-        inputs = [self._op(tensor) for tensor in given]
-        inputs = inputs[:1] if name.endswith("_as") else inputs  # the other one says how large, or of which dtype
-        weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=False))
+        read = given[:1] if name.endswith("_as") else given  # the other one says how large, or of which dtype
+        inputs = [self._op(tensor) for tensor in read]
+        weights = sum(_is_weight(op, t) for op, t in zip(inputs, read, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
@@ -246,7 +246,8 @@ class Recorder(TorchFunctionMode):
         node: Any = gradient_of(tensor)
         if not isinstance(node, BackwardCFunction):
             return []
-        made = {gradient_of(t): self.known[id(t)] for t in self.made if gradient_of(t) is not None}
+        made = {gradient_of(t): self.known[id(t)] for t in self.made}
+        made.pop(None, None)
         todo, found, seen = [node], list[Op](), set[Any]()
         while todo:
             for function, _ in todo.pop().next_functions:

@@ -120,3 +120,15 @@ def low_rank() -> nn.Module:
 
 def test_projections_of_several_maps() -> None:
     check_reads(Reader(nn.Sequential(*[low_rank() for _ in range(2)]), (vectors(width=32),)))
+
+
+class SideBySide(nn.ModuleList):
+    def forward(self, x: Tensor) -> Any:
+        return sum(attention(x) for attention in self)
+
+
+def test_attentions_side_by_side() -> None:
+    attentions = lambda: SideBySide([SeparateAttention(), SeparateAttention()])  # noqa: E731
+    model = nn.Sequential(*[OwnBlock(attentions()) for _ in range(2)])
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'0\.attn' cannot .* it is 2 attentions side by side"):
+        rewire.compile(model, Apart(), example_inputs=(vectors(width=32),))

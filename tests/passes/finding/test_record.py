@@ -59,6 +59,7 @@ TURNED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     "adjoint": (torch.adjoint, lambda x: x.transpose(1, 2)),
     "einsum": (lambda x: torch.einsum("bij->bji", x), lambda x: x.transpose(1, 2)),
     "real": (lambda x: x.mT.real, lambda x: x.transpose(1, 2)),
+    "channel_shuffle": (lambda x: torch.channel_shuffle(x, 2), lambda x: x[:, [0, 3, 1, 4, 2, 5]]),
     "gather": (lambda x: x.gather(1, ORDER[None, :, None].expand_as(x)), lambda x: x[:, ORDER]),
 }
 
@@ -71,6 +72,15 @@ def test_what_is_in_the_same_memory_is_a_view_whatever_it_is_called(way: str, to
     assert [len(c.layout.units) for model in made for c in rewire.connections(model).values()] == [4, 4]
     with torch.no_grad():
         got, expected = (shaken(model, 0.3, seed=3)(*given) for model in made)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("way", ["adjoint", "einsum"])
+def test_the_same_where_a_model_is_traced(way: str) -> None:
+    """Without inputs there is no memory to look at."""
+    made = [rewire.compile(TurnsBetween(turn), "ancre-ingoing") for turn in TURNED[way]]
+    with torch.no_grad():
+        got, expected = (shaken(model, 0.3, seed=3)(torch.ones(2, 6, 6).cumsum(1)) for model in made)
     torch.testing.assert_close(got, expected)
 
 
