@@ -2109,6 +2109,23 @@ def test_what_is_made_of_a_sum_beside_the_state_is_no_state(block: type[nn.Modul
     assert_connected(Stack(block, 3), {"layers": 6}, vectors())
 
 
+class TurnsInside(nn.Module):
+    """A stream ends inside a block, where a norm reads turned states; another one starts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.norm, self.g = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x = self.norm(x.transpose(1, 2))
+        return x + self.g(x)
+
+
+def test_what_follows_a_stream_is_not_that_of_the_next() -> None:
+    assert_connected(Stack(TurnsInside, 3), {"layers": 2, "layers'": 2}, vectors(length=WIDTH))
+
+
 class Shortened(nn.Module):
     """Funnel's way: queries are shortened between two levels, and a skip leads around the second one."""
 

@@ -34,11 +34,14 @@ class Picture(nn.Module):
 
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "grn-v2", "muddformer", "hc-static", "hc-dynamic", "mhc"])
 @pytest.mark.parametrize("last", [False, True])
-def test_blocks_get_pictures_in_the_memory_format_that_the_model_has(topology: str, last: bool) -> None:
+def test_blocks_get_pictures_in_the_memory_format_that_the_model_has(
+    topology: str, last: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(Picture(not last) for _ in range(3))), torch.randn(2, 8, 6, 6)
     if last:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     rewired = rewire.compile(model, topology, example_inputs=(x,))
+    assert "not validated" not in caplog.text
     made = []
     for each in (model, rewired):
         torch.manual_seed(1)

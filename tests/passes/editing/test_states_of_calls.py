@@ -110,6 +110,34 @@ def test_views_in_a_call_are_of_the_state_alone_that_it_makes(
         assert_close(evaluate(plain, (X,), {}, training), evaluate(rewired, (X,), {}, training))
 
 
+class Switched(Turned):
+    on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x = self.ln_1(x.transpose(0, 1)).transpose(0, 1)
+        if self.on:
+            x = 0.5 * x
+        return x + self.g(x)
+
+
+def test_a_state_among_views_where_what_followed_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewired = rewire.compile(trunk(Switched, None), "ancre-ingoing", example_inputs=(X,))
+    monkeypatch.setattr(Switched, "on", False)
+    assert_close(evaluate(trunk(Switched, None), (X,), {}), evaluate(rewired, (X,), {}))
+
+
+def test_what_makes_a_state_is_named_without_the_views_around_it() -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match=r"ln_1 makes the next state"):
+        rewire.compile(trunk(Turned, None), "hc-static", example_inputs=(X,))
+
+
+def test_what_a_gate_of_the_last_state_is_made_of_makes_no_state() -> None:
+    net = written_net("x = x + self.f(x)\nreturn x * torch.sigmoid(self.g(x))")
+    (found,) = rewire.inspect(net, (written_input(),)).trunks
+    assert [site.post for site in found.sites] == [("mul",)] * 3
+
+
 def test_a_call_that_makes_a_state_in_another_order_is_refused() -> None:
     model = trunk(PostNorm, lambda f, x: f(x).transpose(0, 1))
     with pytest.raises(rewire.EditError, match=r"\.py:\d+ makes the next state, and changes its dimensions or their"):
