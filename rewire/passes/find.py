@@ -18,7 +18,7 @@ from rewire.copies import own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
-from rewire.passes.finding.adds import CASTS, Add, keeps_values
+from rewire.passes.finding.adds import CASTS, Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
@@ -408,7 +408,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     block = scopes[-1].path
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
-    post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post if not keeps_values(op)))
+    post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
     in_place = not flow.held.keys().isdisjoint(add.post)
     site = Site(
         name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine, in_place

@@ -127,6 +127,21 @@ def test_a_state_among_views_where_what_followed_is_switched_off(monkeypatch: py
     assert_close(evaluate(trunk(Switched, None), (X,), {}), evaluate(rewired, (X,), {}))
 
 
+class NormsNext(PostNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x = self.ln_1(x.transpose(0, 1)).transpose(0, 1)
+        return x + self.g(self.ln_2(x))
+
+
+def test_a_norm_reads_a_state_when_its_views_are_turned_back() -> None:
+    assert "norm=self.ln_2" not in rewire.diff(rewire.compile(trunk(NormsNext, None), "residual", example_inputs=(X,)))
+
+
+def test_a_write_to_a_view_of_a_view_makes_a_state_once() -> None:
+    assert_right(written_net("x = x + self.f(x)\nx[:, 1:][:, 1:].mul_(0.5)\nreturn x"), adds=3)
+
+
 def test_what_makes_a_state_is_named_without_the_views_around_it() -> None:
     with pytest.raises(rewire.UnsupportedTopology, match=r"ln_1 makes the next state"):
         rewire.compile(trunk(Turned, None), "hc-static", example_inputs=(X,))
