@@ -402,7 +402,7 @@ class _Planner:
                 break
             scopes.append(scope)
         own = views[: len(scopes)]
-        if own and rearranged([*add.post, *own], add.op, own[-1]):
+        if own and rearranged([*add.post, *own], add.op):
             text = self.sources.text(scopes[-1])
             at = text.where(text.nodes[self.sources.span(scopes[-1], own[-1])][0])
             raise EditError(

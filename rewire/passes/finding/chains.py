@@ -254,8 +254,8 @@ def _rows(adds: list[Add]) -> list[Chain]:
     """
     rows = [Chain(adds[:1], [[]])]
     for add, following in itertools.pairwise(adds):
-        post, passage = _split(between(add.op, following.state, weights=False) - {add.op}, add.op, following.op)
-        if size_of(add.op) != size_of(following.op) or rearranged(post, add.op, following.op):
+        post, passage = _split(between(add.op, following.state, weights=False) - {add.op}, add.op)
+        if size_of(add.op) != size_of(following.op) or rearranged(post, add.op):
             rows.append(Chain([following], [[]]))
         else:
             add.post = post
@@ -264,11 +264,10 @@ def _rows(adds: list[Add]) -> list[Chain]:
     return rows
 
 
-def rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
+def rearranged(post: Sequence[Op], before: Op) -> bool:
     """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
     turns = sum((op.name in TURNS or _reorders(op)) and same_size(op, before) for op in post)
-    shaped = any(bool(op.inputs) and op.shape != op.inputs[0].shape for op in post)
-    return turns % 2 == 1 or (shaped and before.shape != behind.shape)
+    return turns % 2 == 1 or (bool(post) and before.shape != post[-1].shape)
 
 
 def _reorders(op: Op) -> bool:
@@ -280,14 +279,14 @@ def _reorders(op: Op) -> bool:
     return not all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
 
 
-def _split(way: Iterable[Op], before: Op, behind: Op) -> tuple[list[Op], list[Op]]:
+def _split(way: Iterable[Op], before: Op) -> tuple[list[Op], list[Op]]:
     """The operations on the way from one state to the next: up to the last that changes values, and the rest.
 
     Views that turn back what was turned before such a change belong to the first.
     """
     ops = sorted(way, key=lambda op: op.index)
     count = max((n for n, op in enumerate(ops, start=1) if not keeps_values(op)), default=0)
-    back = (n for n in range(count, len(ops) + 1) if not rearranged(ops[:n], before, behind))
+    back = (n for n in range(count, len(ops) + 1) if not rearranged(ops[:n], before))
     count = next(back, count)
     return ops[:count], ops[count:]
 
@@ -310,7 +309,7 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
             last.post = after[: len(names)]
         return
     leaving = (op for op in (last.op, *after) if block.holds(op.scope) and _leaves(flow, op, block))
-    last.post, _ = _split(between(last.op, next(leaving, last.op), weights=False) - {last.op}, last.op, last.op)
+    last.post, _ = _split(between(last.op, next(leaving, last.op), weights=False) - {last.op}, last.op)
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:

@@ -27,7 +27,7 @@ from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, is_view
 from rewire.passes.finding.attention import weight_of
-from rewire.passes.finding.chains import Chain, same_size
+from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
 from rewire.passes.finding.projections import Projections, find_projections
 from rewire.passes.finding.record import Recorder
@@ -144,10 +144,6 @@ class _Script:
             for op in (*add.inner, add.op):
                 self._put(op, number, "add" if op is add.op else "part", op.inputs.index(shortcut))
                 shortcut = op
-            if add.post and add.post[-1].shape != add.op.shape:  # the next passage has what brings the dimensions back
-                for op in add.post:
-                    if is_view(op) and same_size(op, add.op):
-                        self._put(op, number, "view")
             if site in layout.posts:
                 self._put(add.post[-1] if add.post else add.op, number, "push")
 

@@ -76,6 +76,26 @@ class InALoop(PostNorm):
         return x
 
 
+class Axial(PostNorm):
+    """Each norm brings its views back, and the state goes on in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.through(self.ln_1, x + self.f(x))
+        x = x.transpose(0, 1).contiguous()
+        x = self.through(self.ln_2, x + self.g(x))
+        return x.transpose(0, 1).contiguous()
+
+
+class AxialFlattened(PostNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x = self.ln_1(x.flatten(0, 1)).view(x.shape)
+        x = x.transpose(0, 1).contiguous()
+        x = x + self.g(x)
+        x = self.ln_2(x.flatten(0, 1)).view(x.shape)
+        return x.transpose(0, 1).contiguous()
+
+
 def trunk(cls: type[PostNorm], through: Any, added: bool = False) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(cls(through, added) for _ in range(2))))
@@ -106,6 +126,15 @@ def test_views_in_a_call_are_of_the_state_alone_that_it_makes(
         rewired = moved(trunk(cls, through, added), topology)
     assert "not validated" not in caplog.text
     plain = moved(trunk(PostNorm, as_it_is), topology)
+    for training in (False, True):
+        assert_close(evaluate(plain, (X,), {}, training), evaluate(rewired, (X,), {}, training))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
+@pytest.mark.parametrize(("cls", "through"), [(Axial, on_rows), (Axial, in_a_batch), (AxialFlattened, None)])
+def test_views_of_a_norm_that_are_turned_back_before_the_state_is_turned(cls: Any, through: Any, topology: str) -> None:
+    rewired, plain = moved(trunk(cls, through), topology), moved(trunk(Axial, as_it_is), topology)
+    assert [len(one.layout.units) for one in rewire.connections(rewired).values()] == [4]
     for training in (False, True):
         assert_close(evaluate(plain, (X,), {}, training), evaluate(rewired, (X,), {}, training))
 
