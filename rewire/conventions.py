@@ -34,9 +34,11 @@ BRANCHES = {
     ),
 }
 #: Modules that add positions to the stream, and are no branches: pos_embed (ViT), embed_positions (BART), ppeg
-#: (TransMIL), peg (Twins), cpe (DaViT), pos_conv_embed (wav2vec 2.0).
+#: (TransMIL), peg (Twins), cpe (DaViT), pos_conv_embed (wav2vec 2.0). Not pos_ffn (SpeechBrain), a feed-forward.
 POSITIONAL = re.compile(
-    r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
+    r"^(?!.*(ffn|feed_?forward|mlp|wise)).*?(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)"
+    r"([._0-9]|$|_?emb|_?conv|_?enc)",
+    re.I,
 )
 
 # Projections of attentions.

@@ -503,11 +503,14 @@ class Depth:
         Adds that did not run add nothing. Without those of a post, the sum is the state.
 
         Args:
-            value: of the variable.
+            value: of the variable, perhaps in a container.
             to: how many adds of this call come before; without it, a post was all that may not have run. -1: all adds
                 of the trunk.
             trunks: numbers of those among the function's of which this is said. Without them all; for -1 the first.
         """
+        return mapped(value, lambda part: self._reached(part, to, trunks))
+
+    def _reached(self, value: Any, to: int | None, trunks: Sequence[int]) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
         entry = None if live is None else self._entry(live.stream)
         if live is None or entry is None or live.stream.complete:

@@ -191,7 +191,7 @@ def same_size(op: Op, other: Op) -> bool:
 
 
 def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> list[Add]:
-    """The adds that are no part of another one's branch; and of long skips around whole trunks, the trunks."""
+    """The adds that are no part of another one's branch, or make a trunk there; and no long skips around trunks."""
     alive = set(adds)
     follows = _links(flow, adds)
     by_op = {add.op: add for add in adds}
@@ -203,10 +203,13 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
         linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
         outside = any(follows.get(one) is add or follows.get(add) is one for one in alive - inner)
         body = any(_place(first) != _place(second) or not outside for first, second in linked)
-        body = body or any(_goes_on(add, follows[one], one) for one in inner if follows.get(one) in alive - inner)
-        dead = [add] if body else sorted(inner, key=lambda one: one.op.index)
+        skip = any(_goes_on(add, follows[one], one) for one in inner if follows.get(one) in alive - inner)
+        if skip or (body and not outside):
+            dead, why = [add], LONG
+        else:  # of blocks that are whole trunks, all
+            dead, why = [] if body else sorted(inner, key=lambda one: one.op.index), NESTED
         alive.difference_update(dead)
-        rejected.update(dict.fromkeys(dead, LONG if body else NESTED))
+        rejected.update(dict.fromkeys(dead, why))
     return [add for add in adds if add in alive]
 
 
@@ -242,8 +245,12 @@ def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
 
 
 def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[Add, int]) -> Add | None:
-    """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several."""
+    """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several.
+
+    Not one that begins a trunk in the branch of another that does.
+    """
     following = [other for other in adds if follows.get(other) is add]
+    following = [other for other in following if not any(other.op in around.region for around in following)]
     return max(following, key=lambda other: lengths[other], default=None)
 
 

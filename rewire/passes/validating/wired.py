@@ -35,7 +35,7 @@ from rewire.passes.validating.wires import Wires
 from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
-from rewire.runtime.nested import mapped
+from rewire.runtime.nested import mapped, tensors_and_streams
 from rewire.runtime.reentrant import where_reentrant
 from rewire.torch_internals import pytree, saved_tensor_hooks
 
@@ -106,6 +106,7 @@ class _Script:
         self.reads: list[list[_Read]] = []
         self._flow = found.flow
         self._keys = dict(_numbered((op, (op.scope.path, op.place, op.name)) for op in found.flow))
+        firsts: list[int] = []  # of each pass, the number of its first add
         for name, layout in layouts.items():
             for chain in found.passes(name):
                 self._start(chain, len(self.trunks))
@@ -113,6 +114,12 @@ class _Script:
                 separate = [n for n in range(len(chain.adds)) if layout.reads_qkv(n)]
                 self.reads.append([self._read(found, name, chain, n, patterns) for n in separate])
                 self.trunks.append((name, layout))
+                firsts.append(chain.adds[0].op.index)
+        # What starts with a state takes what another stream makes of it: in whose branch it is, and adds before it.
+        for steps in self.steps.values():
+            steps.sort(key=lambda step: (step[1] == "start", step[1] == "start" and -firsts[step[0]]))
+        for starts in self.starts.values():
+            starts.sort(key=lambda start: -firsts[start[0]])
         del self._flow, self._keys
 
     def __deepcopy__(self, _: Any) -> _Script:
@@ -328,11 +335,12 @@ class _Wiring(Recorder):
             return None
         self._keep_activations()
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
-            x = self.made[self.stack[-1].arguments[name][item].index]
+            op = self.stack[-1].arguments[name][item]
+            x = next(given for given in tensors_and_streams((args, kwargs)) if self.known.get(id(given)) is op)
             new = self.passes[number].start(x)
             # Not copies of dicts: the call may leave the next state in one that its caller holds.
             args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
-            self.known[id(new)] = self.known[id(x)]
+            self.known[id(new)] = op
             self.replaced.append(new)
         self.counts[path,] += 1
         if path in self.readers:
