@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,12 +18,13 @@ from rewire.copies import own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
-from rewire.passes.finding.adds import CASTS, Add
+from rewire.passes.finding.adds import Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
+from rewire.passes.finding.channels import channels_of
 from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
-from rewire.passes.finding.names import channels_of, named
+from rewire.passes.finding.names import named
 from rewire.passes.finding.projections import kind_by_use
 from rewire.passes.finding.record import record
 from rewire.passes.prepare import Prepared
@@ -410,9 +411,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
     in_place = not flow.held.keys().isdisjoint(add.post)
-    site = Site(
-        name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine, in_place
-    )
+    site = Site(name, block, branch, kind, post, *channels_of(flow, add), add.affine, in_place)
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return dataclasses.replace(site, kind=kind_by_use(flow, site, patterns, add))
@@ -422,12 +421,6 @@ def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:
     """Whether an add writes to what these operations have made, in place."""
     writes = any(op in flow.held for op in (add.op, *add.op.inputs) if op.place == add.op.place)
     return writes and add.shortcut in made and add.op.inputs[0] is add.shortcut
-
-
-def _readers(flow: Flow, state: Op) -> Iterator[Op]:
-    """What reads a state, as it is or cast."""
-    for user in flow.users[state]:
-        yield from _readers(flow, user) if user.name in CASTS else (user,)
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:
