@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -79,6 +80,10 @@ def plan(
     for number, projections in separate.items():
         plan_attention(carriers, number, found.trunks[name].sites[number].width, projections, separate_norms)
     return handed
+
+
+#: Operations that draw random numbers.
+_DRAWS = re.compile(r"^(rand|bernoulli|multinomial|normal$|uniform$|dropout|exponential$)")
 
 
 class _Planner:
@@ -384,6 +389,7 @@ class _Planner:
                 if self._in_hook(op, scope):
                     continue  # hooks get tensors, and what they return goes on
                 at = self.sources.span(scope, op)
+                self._check_draws_nothing(op, scope)
                 beside = op in casts and scope is self.carriers.innermost(add.op)  # else another call gets the result
                 same = op.name in CASTS and (beside or op.dtype == op.inputs[0].dtype)
                 same = same or (add.flattened and op in casts)
@@ -410,6 +416,18 @@ class _Planner:
                 "would have to be changed alike. Do that outside the call"
             )
         return len(own)
+
+    def _check_draws_nothing(self, op: Op, scope: Scope) -> None:
+        """Refuse a call that changes the order of a state by what it draws: it would draw for each state anew."""
+        called = next((inner for inner in op.scope.chain() if inner.parent is scope), None)
+        drawn = (other for other in self.flow if called is not None and called.holds(other.scope))
+        if any(_DRAWS.search(other.name) for other in drawn):
+            text = self.sources.text(scope)
+            raise EditError(
+                f"the call at {text.where(text.nodes[self.sources.span(scope, op)][0])} draws random numbers, and "
+                "changes the state's dimensions or their order by them: earlier states have to be changed alike. Draw "
+                "in front of the call, and hand over what was drawn"
+            )
 
     def _in_hook(self, op: Op, scope: Scope) -> bool:
         """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -339,17 +339,26 @@ class _Editor:
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
     def _as_function(self, at: Span, method: str, calls: bool = False, more: str = "", joins: bool = False) -> Change:
-        """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
+        """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``.
+
+        The function runs once for each state. What may do or draw something is computed once, as a default of the
+        function's: ``depth.view(lambda value, once=(torch.randperm(n)): value[once], x)``.
+        """
         node = self._expression(at)
-        (start, end), spans = self.text.span(node), [*map(self.text.span, self._operands(node, calls, joins))]
+        operands = self._operands(node, calls, joins)
+        (start, end), spans = self.text.span(node), [*map(self.text.span, operands)]
         names = [self.text.unused(f"value{number or ''}") for number in range(len(spans))]
+        fixed = [*map(self.text.span, _effects(node, operands))]
+        once = [self.text.unused(f"once{number or ''}") for number in range(len(fixed))]
+        places = sorted(zip([*spans, *fixed], [*names, *once], strict=True))
 
         def write(render: Render) -> str:
             body, at = "", start
-            for name, (first, last) in zip(names, spans, strict=True):
+            for (first, last), name in places:
                 body, at = f"{body}{render(at, first)}{name}", last
-            operands = ", ".join(render(*span) for span in spans)
-            return f"{self.depth}.{method}(lambda {', '.join(names)}: {body}{render(at, end)}, {operands}{more})"
+            parameters = [*names, *(f"{name}=({render(*span)})" for name, span in zip(once, fixed, strict=True))]
+            given = ", ".join(render(*span) for span in spans)
+            return f"{self.depth}.{method}(lambda {', '.join(parameters)}: {body}{render(at, end)}, {given}{more})"
 
         return Change(start, end, write)
 
@@ -554,3 +563,29 @@ def _is_stored(node: ast.AST) -> bool:
 
 def _symbol(operator: ast.operator) -> str:
     return ast.unparse(ast.BinOp(ast.Name("a"), operator, ast.Name("b")))[2:-2]
+
+
+#: Functions and methods that only look at what they are given.
+_LOOKS = frozenset({"size", "dim", "numel", "len", "int"})
+
+
+def _effects(node: ast.AST, operands: Collection[ast.AST]) -> list[ast.expr]:
+    """The expressions in an operation, beside its operands, that call something, or bind a name."""
+    inside = {inner for operand in operands for inner in ast.walk(operand) if isinstance(inner, ast.expr)}
+    found: list[ast.expr] = []
+    for child in ast.iter_child_nodes(node):
+        parts = {*ast.walk(child)}
+        if child in inside or not any(map(_has_effects, parts)):
+            continue
+        whole = isinstance(child, ast.expr) and not isinstance(child, (ast.Slice, ast.Starred))
+        sliced = isinstance(child, ast.Tuple) and any(isinstance(part, (ast.Slice, ast.Starred)) for part in child.elts)
+        found += [child] if whole and not sliced and inside.isdisjoint(parts) else _effects(child, operands)  # type: ignore[list-item]
+    return found
+
+
+def _has_effects(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        return name not in _LOOKS
+    return isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
