@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import mapped, tensors_and_streams, with_item
+from rewire.runtime.nested import is_mutable, mapped, tensors_and_streams, with_item
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
@@ -55,7 +55,7 @@ class Depth:
         self.block, self.where, self.entries, self.advice = block, where, entries, advice
         self.live: list[Live] = []
         self.separate = SeparateInputs(block, where, self.live)
-        self.dicts: list[dict[Any, Any]] = []
+        self.held: list[Any] = []
         self.outputs: list[tuple[Any, Live]] = []  # of streams that ended in functions that were called
         self.left = False
 
@@ -74,7 +74,7 @@ class Depth:
         """The tensor behind an argument, or behind what an expression made.
 
         Args:
-            value: a stream; at the start of a trunk a tensor; or a container or dataclass with these in it. A dict
+            value: a stream; at the start of a trunk a tensor; or a container or dataclass with these in it, which
                 changes in place, and gets the stream back when the function returns (`leave`).
             norm: what reads the value first, to be computed with it.
             trunk: which of the function's trunks starts here, if one does.
@@ -99,12 +99,12 @@ class Depth:
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
-            self.dicts += [value] * isinstance(value, dict)
+            self.held += [value]
             first = next(iter(new), None)
 
             def opened(part: Any) -> Any:
-                if isinstance(part, Stream) and self._entry(part) is None:
-                    return part  # another trunk's, which the function only hands on
+                if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
+                    return part  # another trunk's, which the function only hands on, or a state that it reads
                 return self.open(part, norm, trunk, post, begin and part is first)
 
             return mapped(value, opened)
@@ -217,7 +217,7 @@ class Depth:
         def call(*args: Any, **kwargs: Any) -> Any:
             ended = self._ended(args, kwargs)
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
-            self._taken_up([given for given in (*args, *kwargs.values()) if isinstance(given, dict)], norm, post, kept)
+            self._taken_up([given for given in (*args, *kwargs.values()) if is_mutable(given)], norm, post, kept)
             for part in tensors_and_streams(result) if ended else ():
                 if isinstance(part, Stream) and part.layout.trunk in ended:
                     raise part.layout.other_passes()
@@ -323,7 +323,7 @@ class Depth:
         Raises:
             OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
         """
-        if not (self.live or self.dicts or changed) and isinstance(result, Stream):
+        if not (self.live or self.held or changed) and isinstance(result, Stream):
             self.left = True
             return result
         left: list[Live] = []
@@ -340,7 +340,7 @@ class Depth:
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
-        mapped((self.dicts, changed), stream_of)
+        mapped((self.held, changed), stream_of)
         for live in self.live:
             self._check_count(live, live in left)
         self.left = True
@@ -616,6 +616,11 @@ class Depth:
                 if known is value:
                     return live
         return None
+
+    def _is_earlier(self, stream: Stream) -> bool:
+        """Whether it is another state of a stream that the function has begun with."""
+        live = self._of_trunk(stream.layout.trunk)
+        return live is not None and live.source is not stream
 
     def _of_trunk(self, trunk: str) -> Live | None:
         """The stream of a trunk."""

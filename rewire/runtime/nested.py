@@ -15,25 +15,47 @@ from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with tensors and streams in it changed; the same object if none is. Dictionaries change in place."""
+def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any:
+    """``value`` with tensors and streams in it changed; the same object if none is.
+
+    Args:
+        value: tensors and streams in tuples, lists, dicts and dataclasses, or alone.
+        change: what is done to each.
+        fresh: whether lists and dataclasses with a change in them are new ones. Else they change in place, as
+            dictionaries do: whoever holds them may read them there. Tuples and frozen dataclasses are new ones always.
+    """
     if isinstance(value, (Tensor, Stream)):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
-        return value if _same(items, value) else like(value, items)
+        items = [mapped(item, change, fresh) for item in value]
+        if _same(items, value):
+            return value
+        if fresh or isinstance(value, tuple):
+            return like(value, items)
+        value[:] = items
+        return value
     if isinstance(value, dict):
         for key in list(value):
-            new = mapped(value[key], change)
+            new = mapped(value[key], change, fresh)
             if not _same(new, value[key]):
                 value[key] = new
         return value
     if _is_instance_of_dataclass(value):
         held = _fields(value)
-        changed = {name: mapped(item, change) for name, item in held.items()}
+        changed = {name: mapped(item, change, fresh) for name, item in held.items()}
         changed = {name: new for name, new in changed.items() if not _same(new, held[name])}
-        return dataclasses.replace(value, **changed) if changed else value
+        if fresh or type(value).__dataclass_params__.frozen:
+            return dataclasses.replace(value, **changed) if changed else value
+        for name, new in changed.items():
+            setattr(value, name, new)
     return value
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether `mapped` may change it in place, or something in it."""
+    return isinstance(value, (tuple, list, dict)) or (
+        _is_instance_of_dataclass(value) and not isinstance(value, (Tensor, Stream))
+    )
 
 
 def _same(new: Any, old: Any) -> bool:

@@ -97,7 +97,7 @@ class SeparateInputs:
                 return part
             return torch.cat([qkv.q, qkv.k, qkv.v], dim=-1) if side_by_side else qkv
 
-        return lambda *args, **kwargs: function(*mapped(args, apart), **mapped(kwargs, apart))
+        return lambda *args, **kwargs: function(*mapped(args, apart, fresh=True), **mapped(kwargs, apart, fresh=True))
 
     def project(
         self, projection: Callable[..., Any], what: str | tuple[int, Any] | Mapping[Any, str | tuple[int, Any]]

@@ -454,7 +454,7 @@ def _same(x: Tensor) -> Tensor:
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of arguments with each tensor in them changed: of dataclasses, too, which pytrees may not know."""
-    return pytree.tree_map(lambda item: mapped(item, change), value)
+    return pytree.tree_map(lambda item: mapped(item, change, fresh=True), value)
 
 
 def _first(given: Any) -> Tensor:

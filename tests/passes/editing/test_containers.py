@@ -1,0 +1,201 @@
+"""Containers that carry the state, or hold states beside it: whoever holds one reads there what the blocks put in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from mixing import shaken
+from torch import Tensor, nn
+
+import rewire
+
+WIDTH = 8
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+TOPOLOGIES = ["ancre-ingoing", "denseformer", "hc-dynamic", "grn-v3"]
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.f(self.norm(x)))
+
+
+@dataclasses.dataclass
+class State:
+    x: Tensor
+    steps: int = 0
+
+
+class OnData(Branch):
+    def forward(self, state: State) -> State:
+        state.x = state.x + self.branch(state.x)
+        state.steps += 1
+        return state
+
+
+class OnList(Branch):
+    def forward(self, state: list[Any]) -> list[Any]:
+        state[0] = state[0] + self.branch(state[0])
+        state[1] += 1
+        return state
+
+
+class Plain(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+class Net(nn.Module):
+    block: type[Branch] = Plain
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(self.block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x, torch.tensor(3)
+
+
+class Data(Net):
+    block = OnData
+
+    def forward(self, x: Tensor) -> Any:
+        state = now = State(self.stem(x))
+        for block in self.blocks:
+            now = block(now)
+        return state.x, torch.tensor(state.steps)
+
+
+class DataAlone(Net):
+    block = OnData
+
+    def forward(self, x: Tensor) -> Any:
+        state = State(self.stem(x))
+        for block in self.blocks:
+            block(state)
+        return state.x, torch.tensor(state.steps)
+
+
+class List(Net):
+    block = OnList
+
+    def forward(self, x: Tensor) -> Any:
+        state = now = [self.stem(x), 0]
+        for block in self.blocks:
+            now = block(now)
+        return state[0], torch.tensor(state[1])
+
+
+class ListAlone(Net):
+    block = OnList
+
+    def forward(self, x: Tensor) -> Any:
+        state = [self.stem(x), 0]
+        for block in self.blocks:
+            block(state)
+        return state[0], torch.tensor(state[1])
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("cls", [Data, DataAlone, List, ListAlone])
+def test_what_a_caller_reads_in_its_own_container(cls: Any, topology: str, validate: bool) -> None:
+    made = [shaken(rewire.compile(c(), topology, example_inputs=(X,), validate=validate), 0.3, 5) for c in (cls, Net)]
+    torch.testing.assert_close(made[0](X), made[1](X))
+
+
+class Appends(Branch):
+    """Writes to a list that also holds the state."""
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        f = self.branch(x)
+        seen.append(f)
+        return x + f
+
+
+class Reads(Branch):
+    """Reads all states before."""
+
+    def forward(self, x: Tensor, seen: Any) -> Tensor:
+        return x + self.branch(x + 0.1 * torch.stack(list(seen)).mean(0))
+
+
+class Collected(Net):
+    block = Appends
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        seen = [x]
+        for block in self.blocks:
+            x = block(x, seen)
+        return x, torch.stack(seen[1:]).sum(0)
+
+
+class Returned(Net):
+    """As `Collected`, in two statements of the blocks' caller."""
+
+    def forward(self, x: Tensor) -> Any:
+        x, seen = self.stem(x), list[Tensor]()
+        for block in self.blocks:
+            x, f = block(x)
+            seen.append(f)
+        return x, torch.stack(seen).sum(0)
+
+
+class ReturnsBoth(Branch):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        f = self.branch(x)
+        return x + f, f
+
+
+class ReturnedBoth(Returned):
+    block = ReturnsBoth
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_list_that_blocks_append_to(topology: str) -> None:
+    made = [shaken(rewire.compile(c(), topology, example_inputs=(X,)), 0.3, 5) for c in (Collected, ReturnedBoth)]
+    torch.testing.assert_close(made[0](X), made[1](X))
+
+
+class History(Net):
+    block = Reads
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        seen = [x]
+        for block in self.blocks:
+            x = block(x, seen)
+            seen.append(x)
+        return x
+
+
+class HistoryInATuple(Net):
+    block = Reads
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        seen = [x]
+        for block in self.blocks:
+            x = block(x, seen=tuple(seen))
+            seen.append(x)
+        return x
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("cls", [History, HistoryInATuple])
+def test_blocks_that_get_earlier_states(cls: Any, topology: str, validate: bool) -> None:
+    plain = cls()
+    rewired = rewire.compile(plain, topology, example_inputs=(X,), validate=validate)
+    torch.testing.assert_close(rewired(X), plain(X))
