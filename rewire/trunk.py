@@ -60,6 +60,7 @@ class Trunk:
         owner: path of the module that the connection weights are registered on.
         loops: those that the stream goes on through, by number of residual adds: before the loop, and of one pass; and
             the number of passes.
+        turned: whether views between its adds move the channels to another dimension, and back.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Trunk:
     units: tuple[int, ...]
     owner: str
     loops: Loops = ()
+    turned: bool = False
 
     @property
     def post_norm(self) -> bool:

@@ -105,6 +105,13 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"{other.channel_dim} at '{other.name}'. Use a topology with one weight per state ('ancre-ingoing', "
             "'denseformer'), or write the blocks so that channels keep their place between the residual adds."
         )
+    if topology.by_token and trunk.turned:
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' has values of tokens, and between residual adds of trunk "
+            f"'{trunk.name}' the hidden states' channels leave their dimension, {trunk.channel_dim}: these values "
+            "cannot go along. Use a topology with one weight per state ('ancre-ingoing', 'denseformer'), or keep "
+            "channels in their place."
+        )
     if trunk.post_norm and as_recurrence(topology) is None:
         site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(

@@ -20,7 +20,7 @@ from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
-from rewire.passes.finding.channels import channels_of
+from rewire.passes.finding.channels import are_moved, channels_of
 from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
@@ -435,7 +435,8 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     name = ".".join(prefix) or root
     while name in taken:
         name += "'"
-    return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites), loops_in(chain.adds))
+    units, owner = _units(chain, sites, len(above)), _owner(flow, chain, sites)
+    return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_moved(chain, sites))
 
 
 def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # the paper's layers: attentions and MLPs, each by itself
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     first: ClassVar[int] = 2
     inputs: ClassVar[tuple[Channel, ...]] = QKV
 

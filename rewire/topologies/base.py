@@ -115,6 +115,9 @@ class Topology(ABC, Generic[W]):
     granularity: ClassVar[Granularity] = "block"
     #: Whether there are weights per channel, so that the trunk's width has to be known.
     needs_width: ClassVar[bool] = False
+    #: Whether tokens have values of their own that are computed of their channels, and are changed as states are: the
+    #: channels keep their place then between residual adds.
+    by_token: ClassVar[bool] = False
     #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
     #: Whether the norms between these and the projections are three, one for each: learned copies, which start equal.

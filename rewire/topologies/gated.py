@@ -63,6 +63,7 @@ class GatedHyperConnections(Topology[Named]):
 
     granularity: ClassVar[Granularity] = "sublayer"
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"down", "up", "inject"})
     of_states: ClassVar[frozenset[str]] = frozenset({"inject"})
 

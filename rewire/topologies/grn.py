@@ -210,6 +210,7 @@ class GRNv3(GRN):
     """
 
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     input_dependent: ClassVar[bool] = True
 
 

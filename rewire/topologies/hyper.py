@@ -368,6 +368,7 @@ class DynamicHyperConnections(HyperConnections):
     """
 
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
 
     @property
@@ -409,6 +410,7 @@ class FracConnections(Streams):
     """
 
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
     of_states: ClassVar[frozenset[str]] = frozenset({"static"})
 

@@ -123,6 +123,7 @@ class ManifoldHyperConnections(ParallelStreams):
     """
 
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
     of_states: ClassVar[frozenset[str]] = frozenset({"entry"})
     fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1

@@ -57,6 +57,7 @@ class MultiGate(Topology[Named]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # as Attention Residuals, which it is compared with
     needs_width: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     of_states: ClassVar[frozenset[str]] = frozenset({"queries", "gates", "bias"})
 
     streams: int = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 
 from rewire.conventions import NORM, is_norm
 from rewire.passes.finding.adds import CASTS, TURNS, Add
+from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import ELEMENTWISE, Flow, Op, given
+from rewire.trunk import Site
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLUTION = re.compile(r"^_?conv(?:_transpose|_transposed)?(\d)d")
@@ -132,6 +134,20 @@ def _turned(op: Op, source: Op, dim: int) -> int | None:
         made = function(*(probe if arg is own else arg for arg in args), **kwargs)
         return sizes.index(made.shape[dim]) - len(sizes)
     return dim if op.shape == source.shape else None
+
+
+def are_moved(chain: Chain, sites: Sequence[Site]) -> bool:
+    """Whether views between two adds move the channels to another dimension, in which nothing is added, and back."""
+    for add, passage, site in zip(chain.adds[1:], chain.passages[1:], sites[1:], strict=True):
+        sizes, wanted = add.shape, site.channel_dim
+        dim: int | None = None if sizes is None else wanted - len(sizes) * (wanted >= 0)
+        for op in reversed(passage):
+            if dim is None or op.shape is None or not op.inputs or op.inputs[0].shape is None:
+                break
+            dim, dims = _before(op, op.inputs[0], dim), len(op.inputs[0].shape)
+            if dim is not None and wanted not in (dim, dim + dims):
+                return True
+    return False
 
 
 def _by_modules(flow: Flow, add: Add) -> tuple[int | None, int]:
