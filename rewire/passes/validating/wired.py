@@ -208,7 +208,9 @@ class _Wiring(Recorder):
         origins: of these copies, by their ids: the keys of what made the originals.
         probe: in a call that is made again for one of queries, keys and values: what to read, by the key of the value
             in whose place it is, and the path of the projection at which it ends.
+        met: the keys of what has been made or given in that call.
         written: what an addition in place has changed, and what it was before.
+        before: for each call that runs, the number of operations before it.
     """
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
@@ -226,6 +228,8 @@ class _Wiring(Recorder):
         self.products = {way for reads in script.reads for read in reads for way in read.projections.ways}
         self.products -= self.modules.keys()
         self.probe: tuple[dict[_Key, Tensor], str] | None = None
+        self.met: set[_Key] = set()
+        self.before: list[int] = []
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Any, Any] = (None, None)
@@ -251,6 +255,8 @@ class _Wiring(Recorder):
     def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
         count = len(self.ops)  # behind those that the module made
         super()._left(module, args, output)
+        if self.probe is None and count == self.before.pop():
+            self.counts[self.paths[module],] -= 1  # it failed, and is called again, or does nothing
         return self._happened(count, output, module, args, {})
 
     def _happened(self, count: int, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -267,6 +273,7 @@ class _Wiring(Recorder):
         if self.products and weight_of(op) in self.products:
             return self._product(op, func, args, kwargs)
         if self.probe is not None:
+            self.met.add(key)
             return self.probe[0].get(key)
         steps = self.script.steps.get(key, ())
         if steps and not torch.is_grad_enabled() and where_reentrant():  # what follows has other gradients
@@ -330,8 +337,7 @@ class _Wiring(Recorder):
         super()._entered(module, args, kwargs)
         path = self.paths[module]
         if self.probe is not None:
-            if path == self.probe[1]:
-                raise _Reached(args, kwargs)
+            self._stop_at(path, args, kwargs)
             return None
         self._keep_activations()
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
@@ -343,10 +349,17 @@ class _Wiring(Recorder):
             self.known[id(new)] = op
             self.replaced.append(new)
         self.counts[path,] += 1
+        self.before.append(len(self.ops))
         if path in self.readers:
             copied = _changed((args, kwargs), self._copied)  # the call may write to what it was given
             self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
+
+    def _stop_at(self, path: str, args: Any, kwargs: Any) -> None:
+        """End a call that is made again, at its projection: with shared modules an earlier pass calls that, too."""
+        assert self.probe is not None
+        if path == self.probe[1] and self.met.issuperset(self.probe[0]):
+            raise _Reached(args, kwargs)
 
     def _copied(self, item: Tensor) -> Tensor:
         made = self.known.get(id(item))
@@ -404,8 +417,7 @@ class _Wiring(Recorder):
         """What a product with a weight gives, where that is a projection."""
         path = weight_of(op)
         if self.probe is not None:
-            if path == self.probe[1]:
-                raise _Reached(args, kwargs)
+            self._stop_at(path, args, kwargs)
             return None
         reads = self._reads(path)
         if not reads:
@@ -424,8 +436,12 @@ class _Wiring(Recorder):
         module, args, kwargs, counts = self.calls[reader]
         before, depth = self.counts, len(self.stack)
 
+        self.met = set()
+
         def given(item: Tensor) -> Tensor:
-            known = read.get(self.origins[id(item)] or ())
+            origin = self.origins[id(item)] or ()
+            self.met.add(origin)
+            known = read.get(origin)
             return item.clone() if known is None else known
 
         args, kwargs = _changed((args, kwargs), given)

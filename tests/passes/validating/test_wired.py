@@ -422,3 +422,45 @@ class CallsForwards(nn.Module):
 def test_blocks_whose_forwards_are_called(topology: str, caplog: pytest.LogCaptureFixture) -> None:
     rewire.compile(CallsForwards(Block), topology, example_inputs=(X,))
     assert not caplog.text
+
+
+class Tried(nn.Module):
+    """Blocks are called again where they do not take an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            try:
+                x = block(x, mask=None)
+            except TypeError:
+                x = block(x)
+        return x
+
+
+class Tied(nn.Module):
+    """One attention, which the model's own forward calls in each pass of a loop, and adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention, mlp = (
+            nn.Sequential(nn.LayerNorm(WIDTH), part) for part in (SeparateAttention(WIDTH), nn.Linear(WIDTH, WIDTH))
+        )
+        self.layers = nn.ModuleList(nn.ModuleList([attention, mlp]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, mlp in self.layers:
+            x = x + attention(x)
+            x = x + mlp(x)
+        return x
+
+
+@pytest.mark.parametrize("net", [Tried, Tied])
+@pytest.mark.parametrize("topology", ["muddformer", "grn-v3", "hc-dynamic"])
+def test_calls_that_fail_and_calls_of_shared_modules(net: Any, topology: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rewire"):
+        rewire.compile(net(), topology, example_inputs=(X,), granularity="sublayer")
+    assert "not validated" not in caplog.text
