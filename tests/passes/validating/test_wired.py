@@ -441,14 +441,21 @@ class Tried(nn.Module):
         return x
 
 
+class Normed(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(WIDTH), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.norm(x))
+
+
 class Tied(nn.Module):
     """One attention, which the model's own forward calls in each pass of a loop, and adds."""
 
     def __init__(self) -> None:
         super().__init__()
-        attention, mlp = (
-            nn.Sequential(nn.LayerNorm(WIDTH), part) for part in (SeparateAttention(WIDTH), nn.Linear(WIDTH, WIDTH))
-        )
+        attention, mlp = Normed(SeparateAttention(WIDTH)), Normed(nn.Linear(WIDTH, WIDTH))
         self.layers = nn.ModuleList(nn.ModuleList([attention, mlp]) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
