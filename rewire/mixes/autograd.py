@@ -33,6 +33,7 @@ def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or not (x.is_cuda or x.is_cpu or noting())
+        or x.is_complex()
         or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))  # soon told, where a call counts
         or _transforms()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]

@@ -135,6 +135,17 @@ class Stream(TensorLike):
             WidthMismatch: the topology has weights per channel, and ``x`` does not have as many channels.
         """
         width, dim = layout.dims.width, layout.channel_dim
+        if x.is_nested:
+            raise UnsupportedCall(
+                f"the hidden states of trunk '{layout.trunk}' are nested tensors: pad them, or leave the trunk "
+                "out with trunks=[...]"
+            )
+        if x.is_complex() and layout.topology.needs_width:
+            raise UnsupportedCall(
+                f"the hidden states of trunk '{layout.trunk}' are complex, and the weights per channel of topology "
+                f"'{layout.topology.registered_name}' are not. Use a topology with one weight per state, or "
+                "trunks=[...] to leave it out."
+            )
         if layout.topology.needs_width and x.shape[dim] != width:
             raise WidthMismatch(
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "

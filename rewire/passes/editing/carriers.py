@@ -36,6 +36,7 @@ class Carriers:
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         read_below: whether what `begin` calls is the first to read it.
         scopes: the calls, outermost first.
+        modules: what called a module, and where.
         entered: those whose functions are entered.
         outside: functions of theirs that also run on other values than streams.
     """
@@ -51,6 +52,8 @@ class Carriers:
         self.begin = self.first = self._beginning()
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
+        calls = (call for scope in dict.fromkeys(op.scope for op in self.flow) for call in scope.modules())
+        self.modules = {(call.parent, call.call) for call in calls}
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.code.text import Span, Text, place_of, span_of, within
+from rewire.code.text import Span, Text, place_of, span_of, within, written_at
 from rewire.errors import EditError
 from rewire.mixes.norms import mark
 from rewire.passes.editing.additions import addition_at
@@ -110,6 +110,7 @@ class _Planner:
                 if child.parent is scope:
                     self._through(scope, child)
         for number, add in enumerate(self.adds):
+            self._check_hook(add)
             self._add(number, add)
         self._given()
         self._passages()
@@ -117,6 +118,19 @@ class _Planner:
         self._end(entered)
         self._ran()
         return handed
+
+    def _check_hook(self, add: Add) -> None:
+        """Refuse an add that a forward hook makes: what runs hooks is not edited.
+
+        Such a function is called where a module is.
+        """
+        for scope in add.op.scope.outward():
+            if scope.helper and scope.call is not None and (scope.parent, scope.call) in self.carriers.modules:
+                where, written = written_at(add.op.place)
+                raise EditError(
+                    f"the residual add `{written}` at {where} is made by a forward hook, and what calls hooks is not "
+                    "edited: write it in the module's forward, or in what calls that"
+                )
 
     def _ran(self) -> None:
         """Note which expressions of entered functions ran: calls that did not may be one of blocks, too."""

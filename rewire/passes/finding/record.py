@@ -292,7 +292,8 @@ class Recorder(TorchFunctionMode):
         return stored is not None and known is not None and known.name == "setitem" and known.inputs[-1] is stored
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
-        op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
+        shape = None if tensor.is_nested else tensor.shape  # whose sizes are no numbers
+        op = Op(len(self.ops), name, inputs, scope, place, shape=shape, dtype=tensor.dtype)
         op.recorded = torch.is_grad_enabled()
         if not op.recorded and name == "add":
             op.reentrant = where_reentrant()

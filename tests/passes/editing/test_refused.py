@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from written_nets import BODY, assert_right, written_input, written_net
 
@@ -157,3 +158,65 @@ def test_a_checkpoint_of_a_closure_that_is_switched_on_later() -> None:
     said = r"'blocks.\d' .* runs again after its forward has returned"
     with set_checkpoint_early_stop(False), pytest.raises(rewire.UnsupportedCall, match=said):
         rewired(written_input()).sum().backward()
+
+
+class Hooked(nn.Module):
+    """A hook of the block's adds what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+        self.register_forward_hook(self.added)
+
+    @staticmethod
+    def added(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return given[0] + output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.f(x))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_add_of_a_hook(validate: bool) -> None:
+    said = r"`given\[0\] \+ output` at .*test_refused.py:\d+ is made by a forward hook"
+    model = nn.Sequential(nn.Linear(8, 8), Hooked(), Hooked())
+    with pytest.raises(rewire.EditError, match=said):
+        rewire.compile(model, "ancre-ingoing", example_inputs=(torch.randn(2, 8),), validate=validate)
+
+
+class Residual(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(torch.float32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nested.as_nested_tensor([2 * x[0], x[1, :2]], layout=torch.jagged)
+        for block in self.blocks:
+            x = block(x)
+        return x.values()
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_nested_tensors(validate: bool) -> None:
+    given = torch.randn(2, 5, 8)
+    with pytest.raises(rewire.UnsupportedCall, match="trunk 'blocks' are nested tensors: pad them"):
+        rewire.compile(Jagged(), "ancre-ingoing", example_inputs=(given,), validate=validate)(given)
+
+
+def test_complex_states_have_no_weights_per_channel() -> None:
+    net, given = nn.Sequential(*(Residual(torch.cfloat) for _ in range(3))), torch.randn(2, 8, dtype=torch.cfloat)
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(given,))
+    torch.testing.assert_close(rewired(given), net(given))
+    with pytest.raises(
+        rewire.UnsupportedCall, match="are complex, and the weights per channel of topology 'hc-dynamic'"
+    ):
+        rewire.compile(net, "hc-dynamic", example_inputs=(given,))
