@@ -23,6 +23,7 @@ from rewire.torch_internals import (
     TorchDispatchMode,
     buffers_of,
     parameters_of,
+    process_groups,
     pytree,
     same_memory,
     writes_to_argument,
@@ -123,6 +124,7 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             f"'{name}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
             "input, so that they know their sizes, and rewire it then."
         )
+    memo |= {id(group): group for group in process_groups()}
     bound = list[tuple[nn.Module, str, FunctionType]]()
     for module in modules:
         for name, value in vars(module).items():

@@ -351,6 +351,16 @@ def running_ddp() -> Any:
     return None if active is None else active()
 
 
+def process_groups() -> list[Any]:
+    """The process groups that there are: handles, which cannot be copied; modules hold some (Megatron, nanotron)."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    world: Any = getattr(distributed.distributed_c10d, "_world", None)
+    return [*getattr(world, "pg_map", ())]
+
+
 def default_store() -> Store:
     """The store by which the ranks of the default process group found each other."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire import torch_internals as internals
+from rewire.copies import private
 from rewire.patterns.torch_layers import encoder_layer
 from rewire.runtime.connection import Connection
 
@@ -488,6 +489,18 @@ def test_a_running_ddp_is_known() -> None:
         assert seen == [model] and internals.running_ddp() is None
         internals.default_store().set("key", "value")
         assert internals.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_groups_are_known_and_shared_by_copies() -> None:
+    assert internals.process_groups() == []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert internals.process_groups() == [dist.group.WORLD]
+        module = nn.Linear(2, 2)
+        module.held = {"group": dist.group.WORLD}
+        assert private(module).held["group"] is dist.group.WORLD
     finally:
         dist.destroy_process_group()
 
