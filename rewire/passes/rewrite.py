@@ -16,6 +16,7 @@ from rewire.passes.editing.apply import apply, show_between, undo
 from rewire.passes.editing.connect import StreamsToTensors, convert_collected, copy_norms, register
 from rewire.passes.editing.edits import Key, Plans
 from rewire.passes.editing.install import install
+from rewire.passes.editing.other_methods import warn_of_other_methods
 from rewire.passes.editing.plan import plan
 from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
@@ -60,6 +61,7 @@ def rewrite(
         convert_collected(rewired, trunk)
     texted = [(function, texts[key]) for key, function in plans.items()]
     apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
+    warn_of_other_methods(found, plans)
     for name in chosen:
         show_between(rewired, trunks[name])
     if hasattr(type(rewired), "no_weight_decay") and not is_edited(rewired):

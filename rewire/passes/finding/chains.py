@@ -247,11 +247,12 @@ def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
 def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[Add, int]) -> Add | None:
     """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several.
 
-    Not one that begins a trunk in the branch of another that does.
+    Of equal ones it is the last, as of several that the next state is made of. Not one that begins a trunk in the
+    branch of another that does.
     """
     following = [other for other in adds if follows.get(other) is add]
     following = [other for other in following if not any(other.op in around.region for around in following)]
-    return max(following, key=lambda other: lengths[other], default=None)
+    return max(following, key=lambda other: (lengths[other], other.op.index), default=None)
 
 
 def _rows(adds: list[Add]) -> list[Chain]:

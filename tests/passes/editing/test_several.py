@@ -152,3 +152,58 @@ def test_no_lines_that_never_run() -> None:
     rewired = rewire.compile(model, "denseformer", example_inputs=(vectors(),))
     assert "reach" not in rewire.source(rewired, "blocks.0")
     torch.testing.assert_close(rewired(vectors()), model(vectors()))
+
+
+class Added(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class SideBySide(nn.Module):
+    """The next state is the sum of what two residual blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(8, WIDTH)
+        self.left, self.right = (nn.ModuleList(Added() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for left, right in zip(self.left, self.right, strict=True):
+            x = 0.5 * (left(x) + right(x))
+        return x
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_blocks_side_by_side(validate: bool) -> None:
+    plain = SideBySide()
+    rewired = rewire.compile(plain, "ancre-ingoing", example_inputs=(vectors(),), validate=validate)
+    torch.testing.assert_close(rewired(vectors()), plain(vectors()))
+    assert "right" in rewire.connections(rewired)
+
+
+class Streams(Added):
+    """Has another method that makes the same residual add."""
+
+    def step(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def norms(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class StepsInEvaluation(Streams):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) if self.training else self.step(x)
+
+
+@pytest.mark.parametrize(("cls", "warned"), [(Streams, 1), (StepsInEvaluation, 0), (Added, 0)])
+def test_methods_that_stay_plain_are_named(cls: type[nn.Module], warned: int, caplog: pytest.LogCaptureFixture) -> None:
+    rewire.compile(nn.Sequential(cls(), cls(), cls()), "ancre-ingoing", example_inputs=(torch.randn(2, WIDTH),))
+    said = [record.getMessage() for record in caplog.records if "in another way" in record.getMessage()]
+    assert len(said) == warned
+    assert all("'Streams.step'" in each and "test_several.py:" in each for each in said)

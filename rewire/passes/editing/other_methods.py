@@ -1,0 +1,52 @@
+"""Pass: say which methods make a block's residual adds in another way, as `forward_streaming` may, and stay plain."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from torch import nn
+
+from rewire.conventions import is_norm
+from rewire.logs import rewrite as log
+from rewire.passes.editing.edits import FunctionPlan, Plans
+from rewire.passes.find import Found
+from rewire.torch_internals import children_of
+
+
+def warn_of_other_methods(found: Found, plans: Plans) -> None:
+    """Warn of methods of rewired blocks that add what their branches make, and that no run went through."""
+    scopes = {
+        scope for finding in found.findings for own in {op.scope for op in finding.flow} for scope in own.outward()
+    }
+    ran, told = {scope.code for scope in scopes}, set[CodeType]()
+    for plan in plans.values():
+        adds = plan.method and any(kind == "sum" for kind, *_ in plan.edits)
+        for method in _others(found.evaluation.flow.model.get_submodule(plan.path), plan) if adds else ():
+            code = method.__code__
+            if code not in ran and code not in told:
+                told.add(code)
+                log.warning(
+                    "'%s' (%s:%d) makes the residual adds of '%s' in another way, and did not run with the example "
+                    "inputs: it stays as it is, without connections. What it computes is the plain model's",
+                    *(method.__qualname__, code.co_filename, code.co_firstlineno, plan.path),
+                )
+
+
+def _others(module: nn.Module, plan: FunctionPlan) -> Iterator[FunctionType]:
+    """The methods of a module that call all branches that the planned one calls, and add something."""
+    assert plan.decorated.code is not None
+    children = {name for name, child in children_of(module).items() if child is not None and not is_norm(child)}
+    branches = children.intersection(plan.decorated.code.co_names)
+    own: dict[str, object] = {}
+    for cls in type(module).__mro__:
+        if branches and not cls.__module__.startswith("torch."):
+            own = {**vars(cls), **own}
+    for name, method in own.items():
+        if isinstance(method, FunctionType) and name != plan.name and branches.issubset(method.__code__.co_names):
+            yield from [method] if any(map(_is_sum, dis.get_instructions(method))) else []
+
+
+def _is_sum(step: dis.Instruction) -> bool:
+    return step.opname == "BINARY_OP" and step.argrepr in ("+", "+=")
