@@ -111,6 +111,10 @@ class Sources:
         except EditError:
             return  # in a library's text, say
         if not any(_names_method(node, scope.code.co_name, caller) for node in ast.walk(text.tree)):
+            if scope.code.co_name == "__call__":
+                raise EditError(
+                    f"'{scope.path}' adds in `__call__`, which Python looks up on its class: write that in its forward"
+                )
             raise EditError(
                 f"`{ast.unparse(call.func)}` at {text.where(call)} is the method '{scope.code.co_name}' of "
                 f"'{scope.path}', as something holds it: call it by its name there, as `self.{scope.code.co_name}`"
@@ -157,8 +161,17 @@ class Sources:
             if inner.parent is None:
                 raise EditError(f"the source line of {op.name} was not found")
             inner = inner.parent
+        where = scope.path or type(scope.module).__name__
+        if place is None and op.name == "input":
+            raise EditError(
+                f"the residual stream in '{where}' starts with a tensor that no "
+                "operation makes and no argument brings, as inside torch.vmap: transform the rewired model instead"
+            )
         if place is None:
-            raise EditError(f"'{op.name}' was not found in the source of the forward of '{scope.path}'")
+            raise EditError(
+                f"the '{op.name}' in '{where}' is not written in its forward, nor in what that calls (in a decorator's "
+                "wrapper, say): write it there"
+            )
         return place_of(*place)
 
     def plan(self, scope: Scope) -> FunctionPlan:

@@ -56,7 +56,7 @@ _SHORTCUTS = {
     "mul": SCALED,
     "div": SCALED,
     "detach": "its shortcut is detached: gradients do not pass it, while they do pass connections",
-    "add": "its shortcut is a sum with a number, as `sum([x, f])` makes one: write `x + f`",
+    "add": "its shortcut is a sum with a number or a weight, as of `sum([x, f])` and `x + bias + f`: write `x + f`",
 }
 
 
@@ -446,12 +446,19 @@ def between(start: Op, end: Op, inside: Scope | None = None, weights: bool = Tru
         for source in op.inputs:
             if source.index < start.index or source in seen:
                 continue
+            if not weights and _is_index(source):
+                continue
             if source is start or ((inside is None or inside.holds(source.scope)) and (weights or not source.weighted)):
                 seen.add(source)
                 todo.append(source)
     if start not in seen:
         return frozenset()
     return _reached(start, before)
+
+
+def _is_index(op: Op) -> bool:
+    """Whether it is of whole numbers or truth values, which say what happens to a state, and are none."""
+    return op.dtype is not None and not (op.dtype.is_floating_point or op.dtype.is_complex)
 
 
 def _reached(start: Op, ops: Iterable[Op]) -> frozenset[Op]:

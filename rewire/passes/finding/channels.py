@@ -32,6 +32,9 @@ def channels_of(flow: Flow, add: Add) -> tuple[int | None, int]:
     if add.shape is not None:
         for start, ops in ((add.op, add.post), (add.source, sorted(add.region, key=lambda op: op.index))):
             dim = None if start.shape is None or len(start.shape) != len(add.shape) else _first(flow, start, ops)
+            if dim is not None and start is add.state is not add.shortcut:  # the sum may be in another order
+                dims = [n for n in range(-len(add.shape), 0) if _followed(add.shortcut, n, start) == dim]
+                dim = dims[0] if dims else None
             if dim is not None:
                 return int(add.shape[dim]), dim
     return _by_modules(flow, add)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -220,3 +223,95 @@ def test_complex_states_have_no_weights_per_channel() -> None:
         rewire.UnsupportedCall, match="are complex, and the weights per channel of topology 'hc-dynamic'"
     ):
         rewire.compile(net, "hc-dynamic", example_inputs=(given,))
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(torch.float32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def of_a_row(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block.f(x)
+            return x
+
+        return torch.vmap(of_a_row)(x)
+
+
+def residual(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, x: Tensor) -> Tensor:
+        return x + forward(self, x)
+
+    return wrapper
+
+
+class AddsInADecorator(Residual):
+    @residual
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+
+class AddsInItsCall(Residual):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + super().__call__(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+
+class Biased(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f.bias + self.f(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (Mapped, "starts with a tensor that no operation makes .* inside torch.vmap"),
+        (lambda: nn.Sequential(*(AddsInADecorator(torch.float32) for _ in range(3))), "in a decorator's wrapper, say"),
+        (lambda: nn.Sequential(*(AddsInItsCall(torch.float32) for _ in range(3))), "'0' adds in `__call__`"),
+        (lambda: nn.Sequential(*(Biased(torch.float32) for _ in range(3))), "a sum with a number or a weight"),
+    ],
+)
+def test_the_reason_is_what_is_so(net: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(rewire.RewireError, match=said):
+        rewire.compile(net(), "ancre-ingoing", example_inputs=(torch.randn(2, 5, 8),), validate=False)
+
+
+class Sorted(nn.Module):
+    """The order between blocks is computed from the state, whose way that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(torch.float32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x.gather(1, x.sum(-1).argsort(1)[..., None].expand(-1, -1, 8))
+        return x
+
+
+class Mixer(nn.Module):
+    """Every second add is written on the turned state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.f = nn.Linear(5, 5), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).transpose(1, 2)
+        x = x.transpose(1, 2)
+        x = x + self.tokens(y)
+        x = x.transpose(1, 2)
+        return x + self.f(self.norm(x))
+
+
+@pytest.mark.parametrize("net", [Sorted, lambda: nn.Sequential(*(Mixer() for _ in range(3)))])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static"])
+def test_states_in_an_order_of_their_own(net: Callable[[], nn.Module], topology: str) -> None:
+    plain, given = net(), torch.randn(2, 5, 8)
+    rewired = rewire.compile(plain, topology, example_inputs=(given,))
+    torch.testing.assert_close(rewired(given), plain(given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from typing import Any
 from unittest import mock
 
@@ -471,3 +472,20 @@ def test_calls_that_fail_and_calls_of_shared_modules(net: Any, topology: str, ca
     with caplog.at_level(logging.WARNING, "rewire"):
         rewire.compile(net(), topology, example_inputs=(X,), granularity="sublayer")
     assert "not validated" not in caplog.text
+
+
+class Summed(AtTheRoot):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = operator.add(x, block(x))
+        return x
+
+
+def test_a_model_that_has_run_often(caplog: pytest.LogCaptureFixture) -> None:
+    """Python 3.11 runs calls of functions in C by another instruction then, in the middle of a run, too."""
+    net = Summed()
+    net.blocks.extend(nn.Linear(WIDTH, WIDTH) for _ in range(9))
+    for _ in range(4):
+        rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(X,))
+    assert "not validated" not in caplog.text
+    assert [len(one.layout.units) for one in rewire.connections(rewired).values()] == [12]
