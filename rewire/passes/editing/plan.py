@@ -13,7 +13,7 @@ from torch import nn
 from rewire.code.text import Span, Text, place_of, span_of, within, written_at
 from rewire.errors import EditError
 from rewire.mixes.norms import mark
-from rewire.passes.editing.additions import addition_at
+from rewire.passes.editing.additions import addition_at, written_to
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
@@ -184,6 +184,7 @@ class _Planner:
                     "between two residual adds"
                 )
             self._check_one_first(value, scope)
+            self._check_whole(value, function.text, at)
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
             item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
@@ -198,6 +199,16 @@ class _Planner:
             raise EditError(
                 f"the residual stream starts in a function inside {self.sources.plan(scope).text.where()} that runs "
                 f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
+            )
+
+    def _check_whole(self, value: Op, text: Text, at: Span) -> None:
+        """Refuse a first state that a write to a view changes, where a variable holds the view: ``y += 1``."""
+        target = next(filter(None, map(written_to, text.nodes.get(at, ()))), None)
+        changed = value.name == "setitem" and any(source.place == value.place for source in value.inputs)
+        if changed and isinstance(target, ast.Name):
+            raise EditError(
+                f"the residual stream starts with a tensor that {text.where(target)} changes through '{target.id}', a "
+                "view of it: write to the tensor itself there, or make a new one"
             )
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:

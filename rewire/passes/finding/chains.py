@@ -275,7 +275,8 @@ def _rows(adds: list[Add]) -> list[Chain]:
 def rearranged(post: Sequence[Op], before: Op) -> bool:
     """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
     turns = sum((op.name in TURNS or _reorders(op)) and same_size(op, before) for op in post)
-    return turns % 2 == 1 or (bool(post) and before.shape != post[-1].shape)
+    shaped = any(bool(op.inputs) and op.shape != op.inputs[0].shape for op in post)
+    return turns % 2 == 1 or (shaped and before.shape != post[-1].shape)
 
 
 def _reorders(op: Op) -> bool:

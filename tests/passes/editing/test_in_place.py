@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +112,45 @@ class Embeds(nn.Module):
 
 def test_what_is_embedded_may_be_written_to_before_the_stream_starts() -> None:
     assert_right(nn.Sequential(Embeds(), *written_net().blocks), 6)
+
+
+START = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.fs = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        {}
+        for f in self.fs:
+            x = x + f(torch.tanh(x))
+        return x
+"""
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    ("write", "refused"),
+    [
+        *(("x[:, 0] += 1", False), ("x[:, 0, :].add_(1)", False), ("x[x > 0] = 0", False), ("x += 1", False)),
+        *(("y = x.view(-1)\n        y += 1", True), ("y = x[:, 0]\n        y.mul_(2)", True)),
+    ],
+)
+def test_a_first_state_that_is_written_to(write: str, refused: bool, validate: bool, tmp_path: Path) -> None:
+    file = tmp_path / f"net_{abs(hash(write))}.py"
+    file.write_text(START.format(write))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    net, given = module.Net(), torch.randn(2, 4, 8)
+    if refused:
+        with pytest.raises(rewire.EditError, match=r"net_\d+.py:\d+ changes through 'y', a view of it"):
+            rewire.compile(net, "hc-dynamic", example_inputs=(given,), validate=validate)
+        return
+    rewired = rewire.compile(net, "hc-dynamic", example_inputs=(given,), validate=validate)
+    torch.testing.assert_close(rewired(given), net(given))

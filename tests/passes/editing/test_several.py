@@ -207,3 +207,64 @@ def test_methods_that_stay_plain_are_named(cls: type[nn.Module], warned: int, ca
     said = [record.getMessage() for record in caplog.records if "in another way" in record.getMessage()]
     assert len(said) == warned
     assert all("'Streams.step'" in each and "test_several.py:" in each for each in said)
+
+
+class Positioned(Branch):
+    """State and positions travel as a tuple (ESPnet)."""
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        h, positions = x
+        return h + super().forward(h + positions), positions
+
+
+class DropsLayers(nn.Module):
+    """Leaves out blocks in training, where the variable behind the loop is the tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Positioned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.inp(x), torch.ones(WIDTH))
+        for block in self.blocks:
+            if self.training and torch.empty(1).uniform_().item() < 0.5:
+                continue
+            h = block(h)
+        return h[0]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_dropped_layers_where_a_tuple_carries_the_state(validate: bool) -> None:
+    plain, x = DropsLayers(), torch.randn(2, WIDTH)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rewired = rewire.compile(plain, "ancre-ingoing", example_inputs=(x,), validate=validate)
+        for again in range(4):
+            results = []
+            for model in (plain, rewired):
+                torch.manual_seed(again)
+                results.append(model(x))
+            torch.testing.assert_close(*results)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm, self.name = nn.LayerNorm(WIDTH), name
+        setattr(self, name, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + getattr(self, self.name)(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "sites"),
+    [
+        *((name, 3) for name in ("pos_ffn", "position_wise_ffn", "pos_feed_forward")),
+        *((name, 0) for name in ("pos_embed",)),
+    ],
+)
+def test_a_position_wise_feed_forward_adds_no_positions(name: str, sites: int) -> None:
+    net = nn.Sequential(*(FeedForward(name) for _ in range(3)))
+    assert sum(len(trunk.sites) for trunk in rewire.inspect(net, (torch.randn(2, WIDTH),)).trunks) == sites
