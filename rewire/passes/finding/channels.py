@@ -57,8 +57,9 @@ def _told(flow: Flow, op: Op, source: Op) -> int | None:
     dims = len(source.shape)
     weighted = any(other.constant for other in op.inputs)
     if op.leaf is not None:
-        told = _of_module(op.leaf.__class__.__name__, op.leaf)
-        return told[1] if told is not None and -told[1] <= dims and source.shape[told[1]] == told[0] else None
+        width, dim = _of_module(type(op.leaf).__name__, op.leaf) or (0, -1)
+        dim -= dims * (dim >= 0)
+        return dim if width and -dim <= dims and source.shape[dim] == width else None
     if convolution := _CONVOLUTION.match(op.name):
         return -1 - int(convolution[1]) if weighted else None
     if op.name in _OVER_CHANNELS:
@@ -96,16 +97,17 @@ def _learned(flow: Flow, op: Op) -> bool:
 
 def _followed(op: Op, dim: int, start: Op) -> int | None:
     """The dimension of what ``start`` makes that goes on as ``dim`` of what ``op`` makes; None if that is not known."""
-    if op is start:
-        return dim
-    if op.matrices:
-        return None
-    for source in op.inputs:
-        if source.index >= start.index and source.shape is not None:
-            before = _before(op, source, dim)
-            before = None if before is None else _followed(source, before, start)
-            if before is not None:
-                return before
+    todo, seen = [(op, dim)], {(op, dim)}
+    while todo:
+        op, dim = todo.pop()
+        if op is start:
+            return dim
+        for source in reversed(() if op.matrices else op.inputs):
+            known = source.index >= start.index and source.shape is not None
+            before = _before(op, source, dim) if known else None
+            if before is not None and (source, before) not in seen:
+                seen.add((source, before))
+                todo.append((source, before))
     return None
 
 

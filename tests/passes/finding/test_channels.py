@@ -163,3 +163,44 @@ def test_a_topology_with_weights_per_channel_mixes_no_positions() -> None:
     changed = x.clone()
     changed[:, :, -1] += 1
     torch.testing.assert_close(rewired(x)[:, :, :-1], rewired(changed)[:, :, :-1])
+
+
+class Kernel(torch.autograd.Function):
+    """A norm that shows no operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        made.numpy()[...] = x.numpy() * weight.numpy()[:, None]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class LeafGroupNorm(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return Kernel.apply(x, self.weight)
+
+
+def test_a_norm_that_shows_no_operations() -> None:
+    norm = lambda c: LeafGroupNorm(4, c)  # noqa: E731
+    found = trunk(nn.Sequential(nn.Conv1d(C, C, 1), *(Block(norm, nn.Conv1d) for _ in range(3))), torch.randn(2, C, 5))
+    assert (found.width, found.channel_dim) == (C, -2)
+
+
+def test_long_ways_without_weights_are_followed_once() -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(C, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x
+            for _ in range(60):
+                h = h * torch.tanh(h)
+            return x + self.f(h)
+
+    found = trunk(nn.Sequential(nn.Linear(C, C), *(Long() for _ in range(2))), torch.randn(2, 5, C))
+    assert (found.width, found.channel_dim) == (C, -1)
