@@ -340,9 +340,11 @@ class Depth:
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
-        mapped((self.held, changed), stream_of)
+        mapped(([held for held in self.held if isinstance(held, dict)], changed), stream_of)
+        handed_on = [*left]  # other containers are returned, too, if the function changes what they hold
+        mapped(self.held, stream_of)
         for live in self.live:
-            self._check_count(live, live in left)
+            self._check_count(live, live in handed_on)
         self.left = True
         return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from types import CodeType
 from typing import TypeAlias
 
@@ -201,16 +201,32 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
         if not inner:
             continue
         linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
-        outside = any(follows.get(one) is add or follows.get(add) is one for one in alive - inner)
+        beside = [one for one in alive - inner if follows.get(one) is add or follows.get(add) is one]
+        outside = bool(beside)
         body = any(_place(first) != _place(second) or not outside for first, second in linked)
         skip = any(_goes_on(add, follows[one], one) for one in inner if follows.get(one) in alive - inner)
-        if skip or (body and not outside):
+        if skip or (body and not (outside and _holds(add, inner, beside))):
             dead, why = [add], LONG
         else:  # of blocks that are whole trunks, all
             dead, why = [] if body else sorted(inner, key=lambda one: one.op.index), NESTED
         alive.difference_update(dead)
         rejected.update(dict.fromkeys(dead, why))
     return [add for add in adds if add in alive]
+
+
+def _holds(add: Add, inner: Collection[Add], beside: Collection[Add]) -> bool:
+    """Whether a module makes an add around a whole trunk that it calls, and where it calls no blocks beside that.
+
+    One loop over several levels (Funnel) hands the state of the one to the other.
+    """
+    home = add.op.scope.modules()[-1]
+    inside, others = ({_call_below(home, one) for one in adds} for adds in (inner, beside))
+    return None not in inside and inside.isdisjoint(others)
+
+
+def _call_below(scope: Scope, add: Add) -> Place | None:
+    """Where a call calls what makes an add; None if it does not."""
+    return next((inner.call for inner in add.op.scope.chain() if inner.parent is scope), None)
 
 
 def _starts_inside(one: Add, inner: set[Add], around: Add, follows: dict[Add, Add]) -> bool:

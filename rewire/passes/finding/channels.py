@@ -32,7 +32,8 @@ def channels_of(flow: Flow, add: Add) -> tuple[int | None, int]:
     if add.shape is not None:
         for start, ops in ((add.op, add.post), (add.source, sorted(add.region, key=lambda op: op.index))):
             dim = None if start.shape is None or len(start.shape) != len(add.shape) else _first(flow, start, ops)
-            if dim is not None and start is add.state is not add.shortcut:  # the sum may be in another order
+            turned = start is add.state is not add.shortcut and not add.flattened
+            if dim is not None and turned:  # perhaps the sum is in another order
                 dims = [n for n in range(-len(add.shape), 0) if _followed(add.shortcut, n, start) == dim]
                 dim = dims[0] if dims else None
             if dim is not None:
@@ -115,6 +116,8 @@ def _before(op: Op, source: Op, dim: int) -> int | None:
     """The dimension of an operand that goes on as ``dim`` of the result."""
     made, shape = op.shape, source.shape
     assert made is not None and shape is not None
+    if -dim > len(made):  # it is broadcast
+        return None
     if op.name in TURNS:
         return _turned(op, source, dim)
     if made.numel() == shape.numel() and made != shape:  # the values stay in order
