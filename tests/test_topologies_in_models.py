@@ -468,6 +468,35 @@ def test_channels_that_are_elsewhere_between_views(key: str, block: type[nn.Modu
     compiled(blocks, key, example_inputs=(x,), start="paper")
 
 
+class Orders(nn.Module):
+    """Turns its state by what an attribute says, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.order = self.back = (0, 1, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(self.norm(x))
+        return x.permute(self.order).permute(self.back)
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 4, 5), (8, 8, 8, 8)])  # of the second, sizes do not tell
+@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
+def test_channels_that_are_elsewhere_where_no_run_has_shown_it(key: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    rewired = compiled(nn.Sequential(Orders(), Orders(), Orders()), key, example_inputs=(x,), validate=False)
+    want = rewired(x)
+    for block in rewired:
+        block.order, block.back = (0, 2, 3, 1), (0, 3, 1, 2)
+    name, options = EVERY[key]
+    if rewire.topologies.make_topology(name, options).by_token:
+        with pytest.raises(rewire.UnsupportedCall, match=r"dimension -3 is not that of their 8 channels"):
+            rewired(x)
+        return
+    torch.testing.assert_close(rewired(x), want)
+
+
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_low_precision(key: str) -> None:
     model = mixed(llama(), key)

@@ -20,7 +20,7 @@ from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
-from rewire.passes.finding.channels import are_moved, channels_of
+from rewire.passes.finding.channels import are_turned, channels_of
 from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
@@ -254,7 +254,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
 
 def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
     """Paths of modules like the blocks of a trunk, beside these, that did not run."""
-    ran = {scope.path for flow in flows for scope in {op.scope for op in flow} for scope in scope.modules()}
+    ran = {call.path for flow in flows for call in flow.calls if not call.helper}
     blocks, missed = {site.block for site in trunk.sites if site.block}, list[str]()
     for above in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
         beside = {
@@ -436,7 +436,7 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     while name in taken:
         name += "'"
     units, owner = _units(chain, sites, len(above)), _owner(flow, chain, sites)
-    return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_moved(chain, sites))
+    return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_turned(chain, sites))
 
 
 def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:

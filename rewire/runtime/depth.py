@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import is_mutable, mapped, tensors_and_streams, with_item
+from rewire.runtime.nested import is_container, mapped, tensors_and_streams, with_item
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
@@ -217,7 +217,7 @@ class Depth:
         def call(*args: Any, **kwargs: Any) -> Any:
             ended = self._ended(args, kwargs)
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
-            self._taken_up([given for given in (*args, *kwargs.values()) if is_mutable(given)], norm, post, kept)
+            self._taken_up([given for given in (*args, *kwargs.values()) if is_container(given)], norm, post, kept)
             for part in tensors_and_streams(result) if ended else ():
                 if isinstance(part, Stream) and part.layout.trunk in ended:
                     raise part.layout.other_passes()
@@ -340,9 +340,10 @@ class Depth:
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
-        mapped(([held for held in self.held if isinstance(held, dict)], changed), stream_of)
+        dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
+        mapped((dicts, changed), stream_of)
         handed_on = [*left]  # other containers are returned, too, if the function changes what they hold
-        mapped(self.held, stream_of)
+        mapped(others, stream_of)
         for live in self.live:
             self._check_count(live, live in handed_on)
         self.left = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.topologies.base import Dims, Recurrence, States, Topology, as_recurrence
+from rewire.torch_internals import memory_of
 
 
 class Layout:
@@ -146,15 +147,22 @@ class Layout:
         """
         if self.channel_dim == -1:
             return self.topology.viewed(states, view)
-        try:
-            return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
-        except RuntimeError as error:
-            seen = view(self.restored(self.topology.template(states)))
-            if seen.shape[self.channel_dim] == self.dims.width:  # that is not why: out of memory, say
-                raise
+        if self.topology.by_token and not self._stay(view, self.restored(self.topology.template(states))):
             raise UnsupportedCall(
                 f"trunk '{self.trunk}': between two residual adds the hidden states get dimensions in which dimension "
                 f"{self.channel_dim} is not that of their {self.dims.width} channels, and topology "
                 f"'{self.topology.registered_name}' has values of tokens, too, which cannot go along. Use a topology "
                 "with one weight per state ('ancre-ingoing', 'denseformer'), or keep channels in their place."
-            ) from error
+            )
+        return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
+
+    def _stay(self, view: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+        """Whether channels are where they were: sizes tell, and where those are the same, strides of a view do."""
+        dim, seen = self.channel_dim, view(x)
+        if seen.dim() < -dim or seen.shape[dim] != x.shape[dim]:
+            return False
+        try:
+            viewed = not torch.compiler.is_compiling() and memory_of(seen) == memory_of(x)
+        except (NotImplementedError, RuntimeError):  # under vmap
+            viewed = False
+        return not viewed or seen.stride(dim) == x.stride(dim)

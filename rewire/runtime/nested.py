@@ -51,8 +51,8 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
     return value
 
 
-def is_mutable(value: Any) -> bool:
-    """Whether `mapped` may change it in place, or something in it."""
+def is_container(value: Any) -> bool:
+    """Whether `mapped` looks into it."""
     return isinstance(value, (tuple, list, dict)) or (
         _is_instance_of_dataclass(value) and not isinstance(value, (Tensor, Stream))
     )

@@ -36,7 +36,6 @@ class Carriers:
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         read_below: whether what `begin` calls is the first to read it.
         scopes: the calls, outermost first.
-        modules: what called a module, and where.
         entered: those whose functions are entered.
         outside: functions of theirs that also run on other values than streams.
     """
@@ -52,8 +51,6 @@ class Carriers:
         self.begin = self.first = self._beginning()
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
-        calls = (call for scope in dict.fromkeys(op.scope for op in self.flow) for call in scope.modules())
-        self.modules = {(call.parent, call.call) for call in calls}
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()
@@ -193,9 +190,8 @@ class Carriers:
 
 def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
     """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
-    scopes = {scope for own in {op.scope for op in found.flow} for scope in own.outward()}
     adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
-    return {(scope.path, scope.code) for scope in scopes - adding}
+    return {(scope.path, scope.code) for scope in found.flow.calls if scope not in adding}
 
 
 def _is_container(scope: Scope) -> bool:

@@ -17,10 +17,7 @@ from rewire.torch_internals import children_of
 
 def warn_of_other_methods(found: Found, plans: Plans) -> None:
     """Warn of methods of rewired blocks that add what their branches make, and that no run went through."""
-    scopes = {
-        scope for finding in found.findings for own in {op.scope for op in finding.flow} for scope in own.outward()
-    }
-    ran, told = {scope.code for scope in scopes}, set[CodeType]()
+    ran, told = {call.code for finding in found.findings for call in finding.flow.calls}, set[CodeType]()
     for plan in plans.values():
         adds = plan.method and any(kind == "sum" for kind, *_ in plan.edits)
         for method in _others(found.evaluation.flow.model.get_submodule(plan.path), plan) if adds else ():
@@ -44,9 +41,11 @@ def _others(module: nn.Module, plan: FunctionPlan) -> Iterator[FunctionType]:
         if branches and not cls.__module__.startswith("torch."):
             own = {**vars(cls), **own}
     for name, method in own.items():
-        if isinstance(method, FunctionType) and name != plan.name and branches.issubset(method.__code__.co_names):
-            yield from [method] if any(map(_is_sum, dis.get_instructions(method))) else []
+        if isinstance(method, FunctionType) and name != plan.name and _adds(method.__code__, branches):
+            yield method
 
 
-def _is_sum(step: dis.Instruction) -> bool:
-    return step.opname == "BINARY_OP" and step.argrepr in ("+", "+=")
+def _adds(code: CodeType, branches: set[str]) -> bool:
+    """Whether a function names all branches, and adds something."""
+    steps = dis.get_instructions(code) if branches.issubset(code.co_names) else ()
+    return any(step.opname == "BINARY_OP" and step.argrepr in ("+", "+=") for step in steps)

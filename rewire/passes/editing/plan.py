@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from rewire.code.text import Span, Text, place_of, span_of, within, written_at
+from rewire.code.text import Span, Text, place_of, span_of, within
 from rewire.errors import EditError
 from rewire.mixes.norms import mark
-from rewire.passes.editing.additions import addition_at, written_to
+from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
@@ -30,7 +29,15 @@ from rewire.passes.editing.edits import (
     View,
     Written,
 )
-from rewire.passes.editing.refused import check_add, check_hooked, check_in_place, check_returns
+from rewire.passes.editing.refused import (
+    check_add,
+    check_drawn,
+    check_hook,
+    check_hooked,
+    check_in_place,
+    check_returns,
+    check_whole,
+)
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import (
     assigned,
@@ -82,10 +89,6 @@ def plan(
     return handed
 
 
-#: Operations that draw random numbers.
-_DRAWS = re.compile(r"^(rand|bernoulli|multinomial|normal$|uniform$|dropout|exponential$)")
-
-
 class _Planner:
     def __init__(self, found: Finding, name: str, carriers: Carriers, separate: Collection[int]) -> None:
         self.found, self.flow, self.name, self.separate = found, found.flow, name, separate
@@ -98,6 +101,7 @@ class _Planner:
         carriers, entered = self.carriers, self.carriers.entered
         check_in_place(carriers)
         check_hooked(carriers)
+        check_hook(carriers)
         closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
         for scope in entered:
@@ -110,7 +114,6 @@ class _Planner:
                 if child.parent is scope:
                     self._through(scope, child)
         for number, add in enumerate(self.adds):
-            self._check_hook(add)
             self._add(number, add)
         self._given()
         self._passages()
@@ -118,19 +121,6 @@ class _Planner:
         self._end(entered)
         self._ran()
         return handed
-
-    def _check_hook(self, add: Add) -> None:
-        """Refuse an add that a forward hook makes: what runs hooks is not edited.
-
-        Such a function is called where a module is.
-        """
-        for scope in add.op.scope.outward():
-            if scope.helper and scope.call is not None and (scope.parent, scope.call) in self.carriers.modules:
-                where, written = written_at(add.op.place)
-                raise EditError(
-                    f"the residual add `{written}` at {where} is made by a forward hook, and what calls hooks is not "
-                    "edited: write it in the module's forward, or in what calls that"
-                )
 
     def _ran(self) -> None:
         """Note which expressions of entered functions ran: calls that did not may be one of blocks, too."""
@@ -184,7 +174,7 @@ class _Planner:
                     "between two residual adds"
                 )
             self._check_one_first(value, scope)
-            self._check_whole(value, function.text, at)
+            check_whole(value, function.text, at)
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
             item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
@@ -199,16 +189,6 @@ class _Planner:
             raise EditError(
                 f"the residual stream starts in a function inside {self.sources.plan(scope).text.where()} that runs "
                 f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
-            )
-
-    def _check_whole(self, value: Op, text: Text, at: Span) -> None:
-        """Refuse a first state that a write to a view changes, where a variable holds the view: ``y += 1``."""
-        target = next(filter(None, map(written_to, text.nodes.get(at, ()))), None)
-        changed = value.name == "setitem" and any(source.place == value.place for source in value.inputs)
-        if changed and isinstance(target, ast.Name):
-            raise EditError(
-                f"the residual stream starts with a tensor that {text.where(target)} changes through '{target.id}', a "
-                "view of it: write to the tensor itself there, or make a new one"
             )
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
@@ -414,7 +394,7 @@ class _Planner:
                 if self._in_hook(op, scope):
                     continue  # hooks get tensors, and what they return goes on
                 at = self.sources.span(scope, op)
-                self._check_draws_nothing(op, scope)
+                check_drawn(self.carriers, op, scope)
                 beside = op in casts and scope is self.carriers.innermost(add.op)  # else another call gets the result
                 same = op.name in CASTS and (beside or op.dtype == op.inputs[0].dtype)
                 same = same or (add.flattened and op in casts)
@@ -441,18 +421,6 @@ class _Planner:
                 "would have to be changed alike. Do that outside the call"
             )
         return len(own)
-
-    def _check_draws_nothing(self, op: Op, scope: Scope) -> None:
-        """Refuse a call that changes the order of a state by what it draws: it would draw for each state anew."""
-        called = next((inner for inner in op.scope.chain() if inner.parent is scope), None)
-        drawn = (other for other in self.flow if called is not None and called.holds(other.scope))
-        if any(_DRAWS.search(other.name) for other in drawn):
-            text = self.sources.text(scope)
-            raise EditError(
-                f"the call at {text.where(text.nodes[self.sources.span(scope, op)][0])} draws random numbers, and "
-                "changes the state's dimensions or their order by them: earlier states have to be changed alike. Draw "
-                "in front of the call, and hand over what was drawn"
-            )
 
     def _in_hook(self, op: Op, scope: Scope) -> bool:
         """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""

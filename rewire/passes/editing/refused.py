@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from rewire.code.text import written_at
+from rewire.code.text import Span, Text, written_at
 from rewire.errors import EditError
 from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
@@ -48,6 +48,41 @@ def check_hooked(carriers: Carriers) -> None:
                 f"`{written}` at {where} hooks the gradient of a state of the residual stream, which reaches it by "
                 "other ways, too, when later blocks read it: hook what a branch returns"
             )
+
+
+def check_hook(carriers: Carriers) -> None:
+    """Refuse an add that a forward hook makes: a function that is called where a module is, by what is not edited."""
+    modules = {(call.parent, call.call) for call in carriers.flow.calls if not call.helper and call.call is not None}
+    for add in carriers.adds:
+        if any(call.helper and (call.parent, call.call) in modules for call in add.op.scope.outward()):
+            where, written = written_at(add.op.place)
+            raise EditError(
+                f"the residual add `{written}` at {where} is made by a forward hook, and what calls hooks is not "
+                "edited: write it in the module's forward, or in what calls that"
+            )
+
+
+def check_drawn(carriers: Carriers, op: Op, scope: Scope) -> None:
+    """Refuse a call that changes the order of a state by what it draws: it would draw for each state anew."""
+    called = next((inner for inner in op.scope.chain() if inner.parent is scope), None)
+    if called is not None and any(called.holds(drawn.scope) for drawn in carriers.flow.draws):
+        text = carriers.sources.text(scope)
+        raise EditError(
+            f"the call at {text.where(text.nodes[carriers.sources.span(scope, op)][0])} draws random numbers, and "
+            "changes the state's dimensions or their order by them: earlier states have to be changed alike. Draw "
+            "in front of the call, and hand over what was drawn"
+        )
+
+
+def check_whole(value: Op, text: Text, at: Span) -> None:
+    """Refuse a first state that a write to a view changes, where a variable holds the view: ``y += 1``."""
+    target = next(filter(None, map(written_to, text.nodes.get(at, ()))), None)
+    changed = value.name == "setitem" and any(source.place == value.place for source in value.inputs)
+    if changed and isinstance(target, ast.Name):
+        raise EditError(
+            f"the residual stream starts with a tensor that {text.where(target)} changes through '{target.id}', a "
+            "view of it: write to the tensor itself there, or make a new one"
+        )
 
 
 def _target(carriers: Carriers, op: Op) -> str:

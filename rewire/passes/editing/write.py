@@ -82,8 +82,9 @@ class _Editor:
         ]
         changes += sorted([*own, *self._reached()], key=lambda change: (not change.argument, -change.indent))
         changes += self._data() if self.plan.entered and self.plan.adds else []
+        changes += self._supers()
         if not self.plan.method:
-            changes += [self._gate_parameter(), *self._supers()]
+            changes.append(self._gate_parameter())
         return rendered(self.text.text, changes)
 
     def _on_other_ways(self) -> list[Through]:
@@ -155,8 +156,10 @@ class _Editor:
         return Change(header, header, lambda _: f"{self.plan.parameter}, ")
 
     def _supers(self) -> list[Change]:
-        """``super()`` in a helper, where the first argument is no longer the object."""
-        calls = (node for node in ast.walk(self.text.tree) if isinstance(node, ast.Call) and not node.args)
+        """``super()`` where the first argument is not the object: in a helper, and in a lambda that is written."""
+        sums = (addition_at(self.text, edit.at, edit.part) for edit in self.edits if isinstance(edit, Sum))
+        moved = [each.whole for each in sums if each.scattered] if self.plan.method else [self.text.tree]
+        calls = [node for part in moved for node in ast.walk(part) if isinstance(node, ast.Call) and not node.args]
         named = (node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "super")
         return [Change(*self.text.span(node), lambda _: f"super(__class__, {self.text.receiver})") for node in named]
 

@@ -18,6 +18,7 @@ from rewire.conventions import NORM, is_norm
 from rewire.passes.finding.adds import CASTS, TURNS, Add
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import ELEMENTWISE, Flow, Op, given
+from rewire.passes.finding.graphs import attribute_at
 from rewire.trunk import Site
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -89,10 +90,7 @@ def _gained(flow: Flow, op: Op, source: Op) -> int | None:
 def _learned(flow: Flow, op: Op) -> bool:
     """Whether a constant is made of parameters, rather than of buffers."""
     if op.parameter:
-        value: Any = flow.model
-        for part in op.parameter.split("."):
-            value = getattr(value, part, None)
-        return isinstance(value, nn.Parameter)
+        return isinstance(attribute_at(flow.model, op.parameter), nn.Parameter)
     return any(_learned(flow, source) for source in op.inputs)
 
 
@@ -144,7 +142,7 @@ def _turned(op: Op, source: Op, dim: int) -> int | None:
     return dim if op.shape == source.shape else None
 
 
-def are_moved(chain: Chain, sites: Sequence[Site]) -> bool:
+def are_turned(chain: Chain, sites: Sequence[Site]) -> bool:
     """Whether views between two adds move the channels to another dimension, in which nothing is added, and back."""
     for add, passage, site in zip(chain.adds[1:], chain.passages[1:], sites[1:], strict=True):
         sizes, wanted = add.shape, site.channel_dim

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, TypeAlias
@@ -34,6 +35,7 @@ ELEMENTWISE = frozenset(
 #: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
 MIXING = ("fft", "fourier", "pool")
 
+_DRAWS = re.compile(r"^(rand|bernoulli|multinomial|normal$|uniform$|dropout|exponential$)")
 _NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 #: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
@@ -234,6 +236,18 @@ class Flow:
             inputs = ", ".join(f"%{source.index}" for source in op.inputs if not source.parameter)
             lines.append(f"  %{op.index} = {op.name}({inputs}){shape}")
         return "\n".join(lines)
+
+    @functools.cached_property
+    def calls(self) -> list[Scope]:
+        """All calls of functions in which something runs, in order of what does."""
+        return [
+            *dict.fromkeys(call for scope in dict.fromkeys(op.scope for op in self.ops) for call in scope.outward())
+        ]
+
+    @functools.cached_property
+    def draws(self) -> list[Op]:
+        """The operations that draw random numbers."""
+        return [op for op in self.ops if _DRAWS.search(op.name)]
 
     @functools.cached_property
     def users(self) -> dict[Op, list[Op]]:

@@ -141,8 +141,16 @@ class Collected(Net):
         return x, torch.stack(seen[1:]).sum(0)
 
 
-class Returned(Net):
-    """As `Collected`, in two statements of the blocks' caller."""
+class ReturnsBoth(Branch):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        f = self.branch(x)
+        return x + f, f
+
+
+class ReturnedBoth(Net):
+    """As `Collected`: the blocks' caller appends."""
+
+    block = ReturnsBoth
 
     def forward(self, x: Tensor) -> Any:
         x, seen = self.stem(x), list[Tensor]()
@@ -150,16 +158,6 @@ class Returned(Net):
             x, f = block(x)
             seen.append(f)
         return x, torch.stack(seen).sum(0)
-
-
-class ReturnsBoth(Branch):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        f = self.branch(x)
-        return x + f, f
-
-
-class ReturnedBoth(Returned):
-    block = ReturnsBoth
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

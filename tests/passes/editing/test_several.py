@@ -268,3 +268,24 @@ class FeedForward(nn.Module):
 def test_a_position_wise_feed_forward_adds_no_positions(name: str, sites: int) -> None:
     net = nn.Sequential(*(FeedForward(name) for _ in range(3)))
     assert sum(len(trunk.sites) for trunk in rewire.inspect(net, (torch.randn(2, WIDTH),)).trunks) == sites
+
+
+class DropsRows(Branch):
+    """Chooses rows by an index on the CPU, which the meta device does not take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + super().forward(x)
+        rows = torch.randperm(len(x))[: len(x) // 2]
+        return torch.index_add(x, 0, rows, super().forward(x[rows]), alpha=2)
+
+
+def test_training_that_does_not_run_on_the_meta_device_is_run() -> None:
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(DropsRows() for _ in range(3))), torch.randn(4, 5, WIDTH)
+    rewired = rewire.compile(plain, "ancre-ingoing", example_inputs=(x,), validate=False)
+    for training in (False, True):
+        results = []
+        for model in (plain, rewired):
+            torch.manual_seed(1)
+            results.append(model.train(training)(x))
+        torch.testing.assert_close(*results)
