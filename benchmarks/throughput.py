@@ -54,6 +54,8 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mhc": ("mhc", {}),
 }
 PLAIN = "plain"
+#: How torch, cuBLAS and cuDNN say that there was no memory.
+_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_ALLOC_FAILED")
 #: Steps of a turn that do not count (memory comes back to the process) and that do.
 UNCOUNTED, COUNTED = 2, 5
 
@@ -138,8 +140,8 @@ def _until_it_fits(step: Callable[[], None], tries: int = 30) -> None:
     for left in reversed(range(tries)):
         try:
             return step()
-        except torch.OutOfMemoryError:
-            if not left:
+        except RuntimeError as error:
+            if not left or not any(each in str(error) for each in _NO_MEMORY):
                 raise
         gc.collect()
         torch.cuda.empty_cache()

@@ -42,26 +42,28 @@ def language_model() -> Task:
     return Task(model, batches, validation, learning_rate=4e-3)
 
 
-def deep_language_model(layers: int = 24) -> Task:
-    """A Llama of width 96 on Python sources, as bytes: the standard library, torch and transformers.
+def deep_language_model(layers: int = 24, width: int = 96, length: int = LENGTH, batch: int = 4) -> Task:
+    """A Llama on Python sources, as bytes: the standard library, torch and transformers.
 
     Every eighth file is held out.
     """
 
     def model() -> nn.Module:
-        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": layers, "num_attention_heads": 4}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes))
+        sizes = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=256, max_position_embeddings=length, use_cache=False, num_attention_heads=4, **sizes)
+        )
 
     def batches(seed: int) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            yield _labelled(text, torch.randint(len(text) - LENGTH, (4,), generator=generator))
+            yield _labelled(text, torch.randint(len(text) - length, (batch,), generator=generator), length)
 
     packages = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent, Path(transformers.__file__).parent)
     files = [file for package in packages for file in sorted(package.rglob("*.py")) if _is_source(file, package)]
     held_out = torch.cat([_read(file) for file in files[::8]])
     text = torch.cat([_read(file) for number, file in enumerate(files) if number % 8])
-    validation = [_labelled(held_out, torch.linspace(0, len(held_out) - LENGTH, 96).long())]
+    validation = [_labelled(held_out, torch.linspace(0, len(held_out) - length, 96).long(), length)]
     return Task(model, batches, validation, optimizer=fused_adamw, learning_rate=4e-3)
 
 
@@ -151,8 +153,8 @@ def _bytes(names: Iterator[str] | list[str]) -> Tensor:
     return torch.tensor(list("\n\n".join(topics[name] for name in names).encode()))
 
 
-def _labelled(text: Tensor, starts: Tensor) -> dict[str, Tensor]:
-    piece = text[starts[:, None] + torch.arange(LENGTH)].long()
+def _labelled(text: Tensor, starts: Tensor, length: int = LENGTH) -> dict[str, Tensor]:
+    piece = text[starts[:, None] + torch.arange(length)].long()
     return {"input_ids": piece, "labels": piece}
 
 
