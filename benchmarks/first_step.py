@@ -55,7 +55,7 @@ def measure(topology: str, ahead: bool, options: argparse.Namespace) -> dict[str
     if ahead:
         empty = copy.deepcopy(model).to("meta")
         began = time.perf_counter()
-        found["kernels"] = rewire.precompile(empty, {name: x.to("meta") for name, x in inputs.items()})
+        found["kernels"] = rewire.precompile(empty, inputs)
         found["precompile"] = time.perf_counter() - began
     step = harness.training_step(model, inputs)
     for name in ("first step", "second step"):

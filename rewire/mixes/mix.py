@@ -117,7 +117,7 @@ class Mix:
         norm = fused(module, self._like)
         if norm is None or self._left_to_autograd():
             total = self.value()
-            return total, (alone or module)(total)
+            return total, module(total) if alone is None else alone(total)
         both: tuple[Tensor, Tensor] = self._computed(norm)
         return both
 

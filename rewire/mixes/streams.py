@@ -131,7 +131,7 @@ class PendingRead(Mix):
         norm = fused(module, self.streams)
         if norm is None:
             total = self.value()
-            return total, (alone or module)(total)
+            return total, module(total) if alone is None else alone(total)
         terms = self.streams, self.factors, norm.weight, norm.bias, *self.claim
         with sparing(self.streams):
             both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)

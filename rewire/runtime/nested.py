@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from types import MemberDescriptorType
 from typing import Any
@@ -61,12 +60,14 @@ def is_container(value: Any) -> bool:
 def _same(new: Any, old: Any) -> bool:
     """Whether nothing was changed; of tuples and lists item by item, as Dynamo cannot tell two of them apart."""
     if isinstance(old, (tuple, list)):
-        return all(itertools.starmap(_same, zip(new, old, strict=True)))
+        return all(_same(one, other) for one, other in zip(new, old, strict=True))
     return new is old
 
 
 def _is_instance_of_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if value is None or isinstance(value, type):  # None: Dynamo 2.11 cannot look at its class
+        return False
+    return dataclasses.is_dataclass(value)
 
 
 def _fields(value: Any) -> dict[str, Any]:
