@@ -11,7 +11,7 @@ from torch import nn
 
 from rewire.copies import own_inputs, private, seeded, uncompiled
 from rewire.diagnostics.observing import called, inputs_of
-from rewire.errors import RewireError, check_positive, check_type
+from rewire.errors import BadExampleInputs, RewireError, check_positive, check_type
 from rewire.kernels import ahead, switch
 from rewire.kernels.kernel import Launch, noted
 from rewire.passes.checks import check_unwrapped, on_meta
@@ -93,7 +93,12 @@ def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Laun
     how = contextlib.nullcontext() if compiled else uncompiled()
     with noted() as launches, seeded(0, copy), how, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [x for x in tensors_in(called(copy, inputs, 0)) if x.requires_grad]
+        try:
+            results = called(copy, inputs, 0)
+        except BadExampleInputs as error:
+            where = ". A forward that asks for values does not run there: give the model on a CPU or a GPU"
+            raise BadExampleInputs(f"{error}{where * meta}.") from error
+        found = [x for x in tensors_in(results) if x.requires_grad]
         if found:
             torch.autograd.backward(found, [torch.zeros_like(x) for x in found])
     return launches

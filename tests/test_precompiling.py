@@ -143,6 +143,13 @@ def test_batches_that_do_not_fit(rewired: nn.Module) -> None:
         rewire.precompile(rewired, target="sm_90")
 
 
+def test_a_forward_that_asks_for_values_does_not_run_on_the_meta_device(rewired: nn.Module) -> None:
+    model = copy.deepcopy(rewired).to("meta").train()
+    model.register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+    with pytest.raises(rewire.BadExampleInputs, match=r"give the model on a CPU or a GPU"):
+        rewire.precompile(model, (token_ids(),), target="sm_90")
+
+
 def test_the_meta_device_has_no_autocast(rewired: nn.Module) -> None:
     model = copy.deepcopy(rewired).to("meta")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(rewire.RewireError, match="no autocast"):

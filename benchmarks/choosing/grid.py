@@ -191,7 +191,7 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
+        process.join(max(0.0, min(end - time.monotonic(), 1e6)))
     for process in processes:
         process.kill()
 
@@ -234,7 +234,6 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    options.limit = min(options.limit, 1e9)
     options.out.mkdir(parents=True, exist_ok=True)
     known, names = Known(options), [PLAIN.name, *options.contenders]
     run(options, names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def checks() -> dict[str, Callable[[torch.device, bool], None]]:
     """By name, what raises an AssertionError if something is wrong; given the device, and whether sizes are tiny."""
     return {
         **{f"more than 2^31 elements/{name}": _far_beyond(name) for name in _FAR},
+        "projections": projections,
         "side stream": side_stream,
         "second device": second_device,
         "CUDA graph": graph,
@@ -184,6 +186,31 @@ def _far_beyond(name: str) -> Callable[[torch.device, bool], None]:
 def _needs_memory(device: torch.device, wanted: int) -> None:
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < wanted:
         raise Skipped(f"needs {wanted / 2**30:.0f} GiB of free memory")
+
+
+# Projections, whose matrix products the interpreter makes in another way.
+
+
+def projections(device: torch.device, small: bool) -> None:
+    """With a norm and without, clamped or not, of few columns and many, forward and backward against float64."""
+    rows, width, most = (9, 40, (3, 17)) if small else (1000, 512, (6, 13, 28, 73, 130))
+    kinds = itertools.product((torch.float32, torch.bfloat16), most, (1e-6, None), (False, True), (False, True))
+    for dtype, columns, eps, clamped, apart in kinds:
+        x, carried = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+        weight, grad = torch.randn(columns, width, device=device).T, torch.randn(rows, columns, device=device)
+        scores, inverse = projection.forward(x, weight, eps, clamped)
+        grads = [*grad.split([2, columns - 2], 1)] if apart else [grad]
+        of_x, of_weight = projection.backward(grads, x, weight, scores, inverse, carried, None, clamped)
+        exact, exact_weight = (t.double().requires_grad_() for t in (x, weight))
+        normed = exact if eps is None else exact * (exact.square().mean(1, keepdim=True) + eps).rsqrt()
+        wanted = (normed @ exact_weight).relu() if clamped else normed @ exact_weight
+        wanted.backward(grad.double())
+        found = {"scores": scores, "gradient": of_x, "of the weight": of_weight.T}
+        for name, want in zip(found, (wanted, exact.grad + carried.double(), exact_weight.grad), strict=True):  # type: ignore[operator]
+            error = float((found[name].double() - want).norm() / want.norm())
+            allowed = 5e-3 if name == "gradient" and dtype == torch.bfloat16 else 1e-5
+            kind = f"{dtype}, {columns} columns, eps {eps}, clamped {clamped}, apart {apart}"
+            assert error < allowed, f"{name} of {kind}: off by {error:.1e}"
 
 
 # Streams and devices.

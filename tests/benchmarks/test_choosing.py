@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,3 +55,17 @@ def test_what_an_answer_is_worth() -> None:
     assert known.outcome("plain", None) == "right" and known.outcome("skips", None) == "no difference"
     assert known.outcome("skips", "ancre-ingoing") == "right"
     assert known.outcome("skips", "attnres") == known.outcome("plain", "attnres") == "wrong"
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs_of_a_grid(tmp_path: Path) -> None:
+    """Each has its contender; called again, the script makes no run twice."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "benchmarks/choosing/grid.py"), "--out", str(tmp_path), "--each", "1"]
+    command += ["--steps", "4", "--seeds", "2", "--layers", "2", "--width", "32", "--length", "16", "--batch", "2"]
+    command += ["--contenders", "denseformer"]
+    first, again = (subprocess.run(command, cwd=root, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert {row["name"] for row in study["rows"]} == {"residual, scaled", "denseformer"}
+    assert study["about"]["longer"] == 1.25 and "after 4 steps" in first.stdout and "after" not in again.stdout

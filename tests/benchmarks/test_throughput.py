@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py and on_gpu/tiles.py, as far as they run without a GPU."""
+"""benchmarks/throughput.py, first_step.py and on_gpu/tiles.py, as far as they run without a GPU."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ def test_variants_take_turns(tmp_path: Path) -> None:
     assert rows.keys() == names and all(len(row["seconds"]) == 2 for row in rows.values())
     assert rows["plain"]["throughput over plain"] == rows["plain, eager"]["throughput over plain"] == 1
     assert rows["ancre-ingoing"]["parameters"] > rows["plain"]["parameters"]
+
+
+@pytest.mark.slow
+def test_first_steps(tmp_path: Path) -> None:
+    out = tmp_path / "first_step.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_step.py"), "--device", "cpu", "--small"]
+    command += ["--topologies", "ancre-ingoing", "no-such", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    plain, ours, unknown = json.loads(out.read_text())["results"]
+    assert done.returncode == 1 and "no-such" in unknown["error"]
+    assert plain["first step"] > 0 and ours["second step"] > 0 and "ancre-ingoing" in done.stdout
 
 
 def test_tiles_are_written_into_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
-"""Projections of states to a few numbers for each token, as Triton kernels: ``x @ W``, or ``rms_norm(x) @ W``.
+"""Projections of states to a few numbers for each token, as Triton kernels: ``rms_norm(x) @ W``, or ``x @ W``.
 
 A state is read once, in its own dtype; sums are float32. With ``r = (mean(x^2) + eps)^(-1/2)``, one number for each
-row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing of the size of a state is made, or kept for backward.
+row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing of the size of a state is made, or kept for backward. For ``x @ W``
+the kernels are the same, and r is divided out: forms of their own, without r and with scores clamped in the kernel,
+gave other gradients of bfloat16 on an H100 (Triton 3.6) than in Triton's interpreter.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -85,13 +87,11 @@ def project_forward(
     weight,  # float32 [cols, K]
     weight_strides: tl.constexpr,
     scores,  # float32 [K, rows]
-    inverse,  # float32 [rows], if NORMED
+    inverse,  # float32 [rows]
     rows,
     K,
     eps,
     COLS: tl.constexpr,
-    NORMED: tl.constexpr,
-    CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -99,7 +99,6 @@ def project_forward(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """CLAMPED, scores below zero are stored as the zero that has a sign: backward can tell it from others."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
@@ -111,15 +110,10 @@ def project_forward(
         place = col[:, None] * weight_strides[0] + k * weight_strides[1]
         w = tl.load(weight + place, mask=(col[:, None] < COLS) & (k < K), other=0.0)
         total = _dot(values if values.dtype == tl.bfloat16 else values.to(tl.float32), w, total, PRECISION, OPERAND)
-        if NORMED:
-            squares += values.to(tl.float32) * values.to(tl.float32)
-    if NORMED:
-        r = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / COLS + eps)  # [BLOCK_ROWS, 1]
-        tl.store(inverse + row, r, mask=row < rows)
-        total *= r
-    if CLAMPED:
-        sign = (total.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)  # -0.0 would be 0.0
-        total = tl.where(total < 0.0, sign, total + 0.0)
+        squares += values.to(tl.float32) * values.to(tl.float32)
+    r = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / COLS + eps)  # [BLOCK_ROWS, 1]
+    tl.store(inverse + row, r, mask=row < rows)
+    total *= r
     tl.store(scores + (k.to(tl.int64) * rows + row), total, mask=(row < rows) & (k < K))
 
 
@@ -134,28 +128,22 @@ def _gradient(
     later,
     later_row_stride,
     later_stride,
-    scores,
     row,
     k,
     rows,
     K,
     FIRST,
-    CLAMPED: tl.constexpr,
     APART: tl.constexpr,
 ):
     """That of scores at rows and columns k, which are those of a tile one way or the other. APART, it comes in two
-    tensors; CLAMPED, it is 0 where a score was below zero.
+    tensors.
     """
     given, row_stride, known = grad + k * grad_stride, grad_row_stride, (row < rows) & (k < K)
     if APART:
         is_later = k >= FIRST
         given = tl.where(is_later, later + (k - FIRST) * later_stride, given)
         row_stride = tl.where(is_later, later_row_stride, row_stride)
-    g = tl.load(given + row * row_stride, mask=known, other=0.0)
-    if CLAMPED:
-        s = tl.load(scores + (k.to(tl.int64) * rows + row), mask=known, other=0.0)
-        g = tl.where(s.to(tl.int32, bitcast=True) < 0, 0.0, g)
-    return g
+    return tl.load(given + row * row_stride, mask=known, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "K", "FIRST", "factor_stride", "stream_stride", *_STRIDES])
@@ -166,9 +154,9 @@ def project_backward(
     later,  # float32 [rows, K - FIRST], if APART
     later_row_stride,
     later_stride,
-    scores,  # float32 [K, rows], if NORMED or CLAMPED
-    inverse,  # float32 [rows], if NORMED
-    x,  # [rows, cols], if NORMED
+    scores,  # float32 [K, rows]
+    inverse,  # float32 [rows]
+    x,  # [rows, cols]
     x_stride: tl.constexpr,
     weight,  # float32 [cols, K]
     weight_strides: tl.constexpr,
@@ -186,8 +174,6 @@ def project_backward(
     COLS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKEN_ROWS: tl.constexpr,
-    NORMED: tl.constexpr,
-    CLAMPED: tl.constexpr,
     APART: tl.constexpr,
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
@@ -200,8 +186,8 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``.
 
-    Not NORMED, r is 1 and the second term is not there. READ, x are streams of tokens: each in a row of its own, or
-    those of a token side by side in one row; and ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
+    READ, x are streams of tokens: each in a row of its own, or those of a token side by side in one row; and ``m_i dr``
+    is added for a read ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)
@@ -212,7 +198,7 @@ def project_backward(
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         inside = (row < rows) & (col < COLS)
         strides = grad, grad_row_stride, grad_stride, later, later_row_stride, later_stride
-        g = _gradient(*strides, scores, row, k[None, :], rows, K, FIRST, CLAMPED, APART)
+        g = _gradient(*strides, row, k[None, :], rows, K, FIRST, APART)
         dx = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if CARRIED:
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)
@@ -223,13 +209,12 @@ def project_backward(
             of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
             factor = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
             dx += tl.load(factors + factor, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
-        if NORMED:
-            known = (row < rows) & (k[None, :] < K)
-            s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
-            r = tl.load(inverse + row, mask=row < rows, other=0.0)
-            values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
-            dx -= values * (r * r * tl.sum(g * s, 1, keep_dims=True) * (1.0 / COLS))
-            g *= r
+        known = (row < rows) & (k[None, :] < K)
+        s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
+        r = tl.load(inverse + row, mask=row < rows, other=0.0)
+        values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
+        dx -= values * (r * r * tl.sum(g * s, 1, keep_dims=True) * (1.0 / COLS))
+        g *= r
         # From zero: what stands in registers as it is loaded does not have to be moved to where products are.
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if grad_x.dtype.element_ty == tl.bfloat16:
@@ -247,7 +232,6 @@ def project_weights(
     later,
     later_row_stride,
     later_stride,
-    scores,
     inverse,
     x,
     x_stride: tl.constexpr,
@@ -256,8 +240,6 @@ def project_weights(
     K,
     FIRST,
     COLS: tl.constexpr,
-    NORMED: tl.constexpr,
-    CLAMPED: tl.constexpr,
     APART: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -274,9 +256,8 @@ def project_weights(
     for first in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         strides = grad, grad_row_stride, grad_stride, later, later_row_stride, later_stride
-        g = _gradient(*strides, scores, row[None, :], k, rows, K, FIRST, CLAMPED, APART)  # [BLOCK_K, BLOCK_ROWS]
-        if NORMED:
-            g *= tl.load(inverse + row, mask=row < rows, other=0.0)[None, :]
+        g = _gradient(*strides, row[None, :], k, rows, K, FIRST, APART)  # [BLOCK_K, BLOCK_ROWS]
+        g *= tl.load(inverse + row, mask=row < rows, other=0.0)[None, :]
         inside = (row[:, None] < rows) & (col < COLS)
         values = tl.load(x + (row[:, None] * x_stride + col), mask=inside, other=0.0)
         total = _dot(g, values if values.dtype == tl.bfloat16 else values.to(tl.float32), total, PRECISION, OPERAND)
@@ -314,25 +295,29 @@ def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     if weight.shape[1] > MOST:
         found = [forward(x, columns, eps, clamped) for columns in weight.split(MOST, dim=1)]
         return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
-    fitted = _fitted_forward(metadata(x), metadata(weight), eps, clamped)
+    fitted = _fitted_forward(metadata(x), metadata(weight), 1e-6 if eps is None else eps)
     lead, most = x.shape[:-1], weight.shape[1]
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
-    inverse = torch.empty(lead.numel() * (eps is not None), dtype=torch.float32, device=x.device)
+    inverse = torch.empty(lead.numel(), dtype=torch.float32, device=x.device)
     fitted.kernel((*fitted.even(x), weight, scores, inverse))
+    if eps is None:
+        scores, inverse = scores.div_(inverse.view(lead)), inverse[:0]
+    if clamped:
+        scores = torch.where(scores < 0, -0.0, scores)  # sums begin at 0, and are no other -0
     return scores.movedim(0, -1), inverse
 
 
 @functools.lru_cache(MOST_KEPT)
-def _fitted_forward(x: Metadata, weight: Metadata, eps: float | None, clamped: bool) -> Fitted:
+def _fitted_forward(x: Metadata, weight: Metadata, eps: float) -> Fitted:
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     numbers = {
         "x_stride": cols if stride is None else stride,
         "weight_strides": weight.strides,
         "rows": rows,
         "K": most,
-        "eps": eps or 0.0,
+        "eps": eps,
     }
-    constants = {"NORMED": eps is not None, "CLAMPED": clamped} | _constants(FORWARD, cols, most)
+    constants = _constants(FORWARD, cols, most)
     programs = (-(-rows // constants["BLOCK_ROWS"]),)
     return Fitted(by_hand(project_forward, programs, x.device, numbers, constants), (stride is None,))
 
@@ -386,21 +371,26 @@ def backward_in_parts(
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     if torch.version.hip is not None and len(grads) > 1:  # where a pointer cannot be one of two
         grads = [torch.cat(list(grads), -1)]
-    given, normed = [grad.reshape(rows, grad.shape[-1]) for grad in grads], inverse.numel() > 0
+    if clamped:
+        of_each = scores.split([grad.shape[-1] for grad in grads], -1)
+        grads = [torch.where(part.signbit(), 0.0, grad) for part, grad in zip(of_each, grads, strict=True)]
+    given = [grad.reshape(rows, grad.shape[-1]) for grad in grads]
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     inverse = inverse.contiguous()
-    by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
+    by_column = scores.reshape(rows, most).t().contiguous() if inverse.numel() else scores
+    if not inverse.numel():  # r = 1, and of a norm there is nothing
+        inverse, by_column = inverse.new_ones(rows), inverse.new_zeros(most, rows)
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else metadata(t) for t in (carried, read and read.grad, factors)]
-    shapes = metadata(x), tuple(map(metadata, given)), normed, clamped
+    shapes = metadata(x), tuple(map(metadata, given))
     of_states, of_weight = _fitted_backward(*shapes, metadata(weight), *joined), _fitted_weights(*shapes)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = torch.empty(of_weight.programs[0], most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
     values, *even = of_states.even(*states)
-    known = (given[0], given[-1], by_column, inverse, values)
-    of_states.kernel((*known, weight, *even, inverse if factors is None else factors, grad_x))
-    of_weight.kernel((*known, partials))
+    factors = inverse if factors is None else factors
+    of_states.kernel((given[0], given[-1], by_column, inverse, values, weight, *even, factors, grad_x))
+    of_weight.kernel((given[0], given[-1], inverse, values, partials))
     return grad_x, partials
 
 
@@ -411,8 +401,6 @@ _Grads = tuple[Metadata, ...]  # [rows, columns]
 def _fitted_backward(
     x: Metadata,
     grads: _Grads,
-    normed: bool,
-    clamped: bool,
     weight: Metadata,
     carried: Metadata | None,
     grad_read: Metadata | None,
@@ -421,7 +409,7 @@ def _fitted_backward(
     """``factors`` are [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     constants = _constants(BACKWARD, cols, most) | {"CARRIED": carried is not None, "READ": grad_read is not None}
-    constants |= {"NORMED": normed, "CLAMPED": clamped, "APART": len(grads) > 1}
+    constants["APART"] = len(grads) > 1
     programs = _programs(rows, cols, constants)
     numbers = _numbers(x, grads) | {"weight_strides": weight.strides}
     along = [cols if t is None else row_stride(t.shape, t.strides) for t in (carried, grad_read)]
@@ -437,10 +425,10 @@ def _fitted_backward(
 
 
 @functools.lru_cache(MOST_KEPT)
-def _fitted_weights(x: Metadata, grads: _Grads, normed: bool, clamped: bool) -> Fitted:
+def _fitted_weights(x: Metadata, grads: _Grads) -> Fitted:
     rows, cols, _ = _rows(x)
     constants = _constants(WEIGHTS, cols, sum(grad.shape[1] for grad in grads))
-    constants |= {"NORMED": normed, "CLAMPED": clamped, "APART": len(grads) > 1}
+    constants["APART"] = len(grads) > 1
     programs = _programs(rows, cols, constants)
     return Fitted(by_hand(project_weights, programs, x.device, _numbers(x, grads), constants), (), programs)
 
