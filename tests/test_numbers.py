@@ -83,7 +83,7 @@ def test_what_is_said_of_clipping() -> None:
 
 def test_what_choosing_shows() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text()
-    new = page.partition("## Older results")[0]
+    new = page.partition("## The same on a GPU")[0]
     found = json.loads((RESULTS / "choosing" / "deep.json").read_text())
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in new.splitlines() if line.startswith("| ")]
     tables = {cells[0].replace("`", "").replace("*", ""): cells[1:] for cells in table}
@@ -163,6 +163,19 @@ def test_what_few_connections_cost() -> None:
         steps = [f"{row['over_plain']:.2f}" for row in (few, every)]
         kept = [f"{row['kept_states']:.1f}" for row in (few, every)]
         assert [cell.strip() for cell in line.split("|")[2:-1]] == [*steps, *kept]
+
+
+def test_what_a_gpu_has_begun_to_show() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text().partition("## The same on a GPU")[2].partition("\n## ")[0]
+    runs = json.loads((RESULTS / "h100" / "grid.json").read_text())["runs"]
+    searched = [run | {"loss": run["curve"][-1][2]} for run in runs if run["seed"] == 0]
+    best = {run["contender"]: run for run in sorted(searched, key=lambda run: -run["loss"])}  # the last one stays
+    for name, run in best.items():
+        start = "| plain |" if name == "residual" else f"| `{name.partition(':')[0]}`"
+        (line,) = (line for line in page.splitlines() if line.startswith(start))
+        below = "" if name == "residual" else f"{best['residual']['loss'] - run['loss']:.3f}"
+        setting = f"rate {run['rate']:g}, embeddings × {run['embedding']:g}, ends × {run['branch']:g}"
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == [f"{run['loss']:.3f}", below, setting]
 
 
 def test_registers() -> None:
