@@ -221,7 +221,7 @@ def _keeps_streams() -> bool:
 
 def keep_some(streams: Sequence[Tensor]) -> Sequence[Tensor]:
     """New streams; every few units they are kept, though mixes have told how they can be made again."""
-    for stream in streams if _remembers() and _keeps_streams() else ():
+    for stream in streams if _keeps_streams() and not torch.compiler.is_compiling() else ():
         _forget(stream)
     return streams
 

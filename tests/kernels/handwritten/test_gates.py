@@ -136,4 +136,5 @@ class TestByKernels:
         for how in (Gating(gating.MOST + 1), Gating(2, gating.MOST_ITERATIONS + 1, 0.0, 2.0)):
             given = drawn(how, 1.0, 3)
             for a, b in zip(gates_of(how, *given), formula_of(how)(*given), strict=True):
-                assert torch.equal(a, b) and type(a.grad_fn).__name__ != "_GatesBackward"
+                torch.testing.assert_close(a, b)  # the formula's rounding depends on the processor
+                assert type(a.grad_fn).__name__ != "_GatesBackward"
