@@ -219,7 +219,7 @@ def gradients(step: Callable[[nn.Module, Tensor], None], key: str) -> dict[str, 
 def test_as_by_autograd(step: Callable[[nn.Module, Tensor], None], key: str) -> None:
     found = gradients(step, key)
     with autograd_alone():
-        assert_same(gradients(step, key), found, 3e-5)
+        assert_same(gradients(step, key), found, 1e-4)  # second derivatives round differently on other processors
 
 
 @pytest.mark.slow
