@@ -96,8 +96,10 @@ def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Laun
         try:
             results = called(copy, inputs, 0)
         except BadExampleInputs as error:
-            where = ". A forward that asks for values does not run there: give the model on a CPU or a GPU"
-            raise BadExampleInputs(f"{error}{where * meta}.") from error
+            if not meta:
+                raise
+            where = "a forward that asks for values does not run on the meta device: give the model on a CPU or a GPU"
+            raise BadExampleInputs(f"{error} ({where}).") from error
         found = [x for x in tensors_in(results) if x.requires_grad]
         if found:
             torch.autograd.backward(found, [torch.zeros_like(x) for x in found])

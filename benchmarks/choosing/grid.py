@@ -37,6 +37,7 @@ from rewire.studies import training
 from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.page import draw
 from rewire.studies.report import Row, Study
+from rewire.studies.run import SEARCHED
 from rewire.studies.runs import Kept, Runs, open_storage
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import Result, Setting, Trial
@@ -47,7 +48,6 @@ SETTINGS = [
     for rate, embedding, branch in ((2e-3, 64, 4), (4e-3, 64, 4), (8e-3, 64, 4), (4e-3, 16, 4), (4e-3, 64, 1))
 ]
 CONTENDERS = ("denseformer", "ancre-ingoing", "hc-dynamic", "muddformer:norms=True", "attnres:block=6", "mhc")
-SEARCHED = 0
 #: The plain model's longer runs, as a multiple of the steps.
 LONGER = 1.25
 
@@ -82,8 +82,8 @@ class Known:
 
     def best(self, name: str) -> Setting | None:
         """The best of all settings; None while one is missing."""
-        found = self.results(Wanted(name, Trial(SETTINGS[0], SEARCHED)).contender)
-        losses = {s: found[Trial(s, SEARCHED)].loss for s in SETTINGS if Trial(s, SEARCHED) in found}
+        found = self.results(Wanted(name, Trial(SETTINGS[0], SEARCHED[0])).contender)
+        losses = {s: found[Trial(s, SEARCHED[0])].loss for s in SETTINGS if Trial(s, SEARCHED[0]) in found}
         return min(losses, key=lambda s: losses[s]) if len(losses) == len(SETTINGS) else None
 
     def missing(self, name: str) -> list[Wanted]:
@@ -93,7 +93,7 @@ class Known:
     def _next(self, name: str) -> list[Wanted]:
         best, base = self.best(name), self.best(PLAIN.name)
         if best is None:
-            return [Wanted(name, Trial(setting, SEARCHED)) for setting in SETTINGS]
+            return [Wanted(name, Trial(setting, SEARCHED[0])) for setting in SETTINGS]
         trials = [Trial(best, seed) for seed in self.compared]
         wanted = [Wanted(name, trial) for trial in trials]
         if name == PLAIN.name:
@@ -116,7 +116,7 @@ class Known:
         found = self.results(contender)
         if not all(each.trial in found for each in wanted):
             return None
-        searched = [found[Trial(setting, SEARCHED)] for setting in SETTINGS]
+        searched = [found[Trial(setting, SEARCHED[0])] for setting in SETTINGS]
         losses = {result.trial.setting: result.loss for result in searched}
         results = [found[each.trial] for each in wanted]
         row = Row(PLAIN.name + ", scaled" if contender == PLAIN else name, contender, best, losses, searched, results)
@@ -146,7 +146,7 @@ def work(name: str, options: argparse.Namespace) -> None:
             continue
         began, trial = time.monotonic(), free[0].trial
         if free[0].frozen:
-            donor = dataclasses.replace(trial, seed=SEARCHED)
+            donor = dataclasses.replace(trial, seed=SEARCHED[0])
             (found,) = runs.control(parse(name), "end", [trial], donor) or [None]
             runs._ends.clear()  # the model is used again
         else:

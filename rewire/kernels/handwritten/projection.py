@@ -300,7 +300,7 @@ def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel(), dtype=torch.float32, device=x.device)
     fitted.kernel((*fitted.even(x), weight, scores, inverse))
-    if eps is None:
+    if eps is None:  # whatever stood in its place
         scores, inverse = scores.div_(inverse.view(lead)), inverse[:0]
     if clamped:
         scores = torch.where(scores < 0, -0.0, scores)  # sums begin at 0, and are no other -0
@@ -377,8 +377,9 @@ def backward_in_parts(
     given = [grad.reshape(rows, grad.shape[-1]) for grad in grads]
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     inverse = inverse.contiguous()
-    by_column = scores.reshape(rows, most).t().contiguous() if inverse.numel() else scores
-    if not inverse.numel():  # r = 1, and of a norm there is nothing
+    if inverse.numel():
+        by_column = scores.reshape(rows, most).t().contiguous()
+    else:  # r = 1, and scores of 0 leave nothing of a norm's second term
         inverse, by_column = inverse.new_ones(rows), inverse.new_zeros(most, rows)
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else metadata(t) for t in (carried, read and read.grad, factors)]
