@@ -485,7 +485,8 @@ class Orders(nn.Module):
 @pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
 def test_channels_that_are_elsewhere_where_no_run_has_shown_it(key: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
-    rewired = compiled(nn.Sequential(Orders(), Orders(), Orders()), key, example_inputs=(x,), validate=False)
+    model = nn.Sequential(Orders(), Orders(), Orders())
+    rewired = compiled(model, key, start="paper", example_inputs=(x,), validate=False)
     want = rewired(x)
     for block in rewired:
         block.order, block.back = (0, 2, 3, 1), (0, 3, 1, 2)
