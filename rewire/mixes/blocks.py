@@ -50,10 +50,13 @@ class Blocks(NamedTuple):
         group: int = 1,
         ways: int = 1,
     ) -> Blocks:
-        """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
+        """By default of `best_block`, and none where no kernels run on tensors like this, or in groups.
+
+        Mixes of several ways are begun one by one: what is begun would move more than it saves.
+        """
         none = first + mixes
         block = block or (best_block(mixes, first) if switch.uses_kernels(like) and group == 1 else none)
-        return cls(mixes, first, block, block, group, min(group, max(1, WAITING // ways)))
+        return cls(mixes, first, none if ways > 1 else block, block, group, min(group, max(1, WAITING // ways)))
 
     @property
     def states(self) -> int:

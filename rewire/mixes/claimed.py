@@ -71,10 +71,8 @@ class Table(Free):
         queries: Tensor | None = None,
     ) -> None:
         ways = [1] * ways if isinstance(ways, int) else ways
-        blocks = Blocks.of(flat, len(ways), first, block, group, max(ways))
-        if max(ways) > 1:  # what is begun would move more than it saves
-            blocks = blocks._replace(block=first + len(ways))
-        self.blocks, self.first = blocks, first_mixes(ways)
+        self.blocks = blocks = Blocks.of(flat, len(ways), first, block, group, max(ways))
+        self.first = first_mixes(ways)
         counts = [blocks.count(number) for number in range(len(ways))]
         rows = parts(flat, [way * n for way, n in zip(ways, counts, strict=True)])
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]

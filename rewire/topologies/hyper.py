@@ -115,20 +115,23 @@ class Streams(Topology[Weights]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         """From ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
 
-        ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output.
+        ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output;
+        ``entry`` is as in `Weights`.
         """
         static = dict(zip(dims.units, parameters["static"].float().unbind(), strict=True))
         last = parameters["last_static"].float() if dims.has(dims.depth + 1) and "last_static" in parameters else None
+        entry = parameters.get("entry")
         if "dynamic" not in parameters:
             units = {t: Unit(values, None) for t, values in static.items()}
-            return Weights(units, None if last is None else Unit(last, None))
+            return Weights(units, None if last is None else Unit(last, None), entry=entry)
         scales = parameters["scale"].float().split(1, dim=-1)
         scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.scaled, strict=True)], dim=-1)  # [T, K]
         dynamic = zip(scale.unbind(), parameters["dynamic"].float().unbind(), strict=True)
         units = {t: Unit(values, own) for (t, values), own in zip(static.items(), dynamic, strict=True)}
         if last is None:
-            return Weights(units, None)
-        return Weights(units, Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float())))
+            return Weights(units, None, entry=entry)
+        of_last = Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float()))
+        return Weights(units, of_last, entry=entry)
 
     @property
     def norm_eps(self) -> float:
@@ -321,11 +324,10 @@ class HyperConnections(ParallelStreams):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
-        return (
-            found
-            if "dynamic" in parameters
-            else found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
-        )
+        if "dynamic" in parameters:
+            return found
+        steps = dict(zip(dims.units, _steps(parameters["static"].float()), strict=False))
+        return Weights(found.units, found.last, steps=steps)  # not _replace, which Dynamo of torch 2.11 does not know
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:

@@ -228,8 +228,8 @@ class LaurelPA(LaurelLR):
         return {**super().parameters(dims, start), "gains": torch.ones(sum(self._counts(dims)))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
-        gains = parameters["gains"].split(self._counts(dims))
-        return super().weights(parameters, dims)._replace(gains=gains)
+        found = super().weights(parameters, dims)
+        return LowRank(found.down, found.up, found.scales, parameters["gains"].split(self._counts(dims)))
 
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (*states, x)[-self.last :]

@@ -219,11 +219,11 @@ class ManifoldHyperConnections(ParallelStreams):
         return super().matrix(weights, dims)
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        found = super().weights(parameters, dims)._replace(entry=parameters.get("entry"))
+        found = super().weights(parameters, dims)
         constants = None if self.residual == "sinkhorn" else MANIFOLDS[self.residual].constants
         if constants is None:
             return found
-        return found._replace(constants=constants(self.streams, parameters["static"].device))
+        return Weights(found.units, found.last, constants(self.streams, parameters["static"].device), entry=found.entry)
 
     def start(self, x: Tensor, weights: Weights) -> States:
         if not self.delayed:

@@ -159,13 +159,11 @@ class MUDDFormer(Dense[Aggregates]):
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
+        scales = self._scales(parameters, dims) if self.norms else [(None, None)] * len(sizes)
         rows = [
-            Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))))
-            for shape, a, hidden, out in zip(self._shapes(dims), static, w1, w2, strict=True)
+            Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))), *norms)
+            for shape, a, hidden, out, norms in zip(self._shapes(dims), static, w1, w2, scales, strict=True)
         ]
-        if self.norms:
-            scales = self._scales(parameters, dims)
-            rows = [row._replace(before=g, after=h) for row, (g, h) in zip(rows, scales, strict=True)]
         return self.by_read(dims, rows)
 
     def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
