@@ -24,7 +24,7 @@ from rewire.patterns import Pattern, patterns_for
 from rewire.runtime.connection import Connection, connections, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims, QKVInputs, States, materialize
+from rewire.topologies.base import Dims, States, reads_of
 from rewire.topologies.frozen import Constants, Frozen, frozen
 from rewire.topologies.program import Edge, Program, branch_of, digraph, edges, fold, matrix, prune, reaching
 
@@ -185,12 +185,18 @@ def constant_program(connection: Connection) -> tuple[Program, Any]:
             "between its residual adds the model scales what is read, or adds to it, and topology "
             f"'{layout.topology.registered_name}' makes no state of that, which a program could name"
         )
-    values = {**connection.values(), **dict(connection.named_buffers())}
-    weights = layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
+    weights = weights_of(connection)
     program = layout.topology.program(weights, layout.dims)
     if not isinstance(layout.topology, Frozen):
         _check_program(layout.topology, weights, layout.dims, program)
     return program, weights
+
+
+def weights_of(connection: Connection) -> Any:
+    """The effective weights of a trunk, on the CPU, without gradients."""
+    values = {**connection.values(), **dict(connection.named_buffers())}
+    layout = connection.layout
+    return layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
 
 
 def _check_program(topology: Topology, weights: Any, dims: Dims, program: Program) -> None:
@@ -202,24 +208,13 @@ def _check_program(topology: Topology, weights: Any, dims: Dims, program: Progra
     table = matrix(program)
     made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
     constants = Constants(table, torch.stack(channels) if channels else None)
-    wanted, found = _run(topology, weights, dims), _run(made, constants, dims)
+    given = torch.randn(dims.depth + 1, 2, dims.width or 4, generator=torch.Generator().manual_seed(0))
+    wanted, found = reads_of(topology, weights, given, dims), reads_of(made, constants, given, dims)
     if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' does not compute what its method `program` says, which may be that "
             "of a class that it is derived from: give it one of its own"
         )
-
-
-def _run(topology: Topology, weights: Any, dims: Dims) -> Tensor:
-    """What the units read, and the output, of a trunk whose input and branches are always the same."""
-    x, *branches = torch.randn(dims.depth + 1, 2, dims.width or 4, generator=torch.Generator().manual_seed(0)).unbind()
-    states, reads = topology.start(x, weights), []
-    for t, branch in enumerate(branches, start=1):
-        read, states = topology.read(states, weights, t)
-        assert not isinstance(read, QKVInputs)
-        reads.append(materialize(read))
-        states = topology.write(states, weights, t, branch)
-    return torch.stack([*reads, topology.finish(states, weights, dims)])
 
 
 def most_held(topology: Topology, weights: Any, dims: Dims) -> int:

@@ -132,14 +132,12 @@ class DepthGraph(nx.DiGraph):
         logs: dict[str, torch.Tensor] = {}  # of each node, by length, the sum over paths; logarithms do not overflow
         for node in nx.topological_sort(part):
             given = [(source, abs(weight)) for source, _, weight in part.in_edges(node, data="weight") if weight]
+            lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
             if part.nodes[node]["at"] == 0:
-                lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
                 lengths[0] = 0.0
             elif given:
                 weights = torch.tensor([weight for _, weight in given], dtype=torch.float64).log()
                 lengths = (torch.stack([logs[source] for source, _ in given]) + weights[:, None]).logsumexp(0)
-            else:
-                lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
             logs[node] = lengths.roll(1) if part.nodes[node]["role"] == "unit" else lengths
         (output,) = part.outputs()
         shares: list[float] = logs[output].softmax(0).nan_to_num(0.0).tolist()

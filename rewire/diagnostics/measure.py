@@ -25,6 +25,7 @@ from rewire.diagnostics.signals import (
     SiteSignals,
     TrunkSignals,
     mean_squared_singular_value,
+    precise,
 )
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.validating.tensors import tensors_in
@@ -176,7 +177,7 @@ def _gradients(value: Tensor, copy: nn.Module, records: Sequence[Record]) -> lis
                 wanted[id(x)] = x
     found = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
     norms = {
-        key: 0.0 if g is None else float(torch.linalg.vector_norm(_precise(g)))
+        key: 0.0 if g is None else float(torch.linalg.vector_norm(precise(g)))
         for key, g in zip(wanted, found, strict=True)
     }
     return [
@@ -227,7 +228,7 @@ def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSig
             kind=site.kind,
             stream=_norm(hidden[t], dim),
             branch=_norm(total(run.branches[t]).detach(), dim),
-            update=_norm(_precise(hidden[t + 1]) - _precise(hidden[t]), dim),
+            update=_norm(precise(hidden[t + 1]) - precise(hidden[t]), dim),
             cosine=1 - _influence(hidden[t], hidden[t + 1], dim),
             gradient=gradients.branches[t],
             weight_gradient=gradients.weights[t],
@@ -259,17 +260,13 @@ def _hidden(run: Run) -> list[Tensor]:
     return [*(read.detach() for _, read in sorted(run.reads.items())), run.output.detach()]
 
 
-def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _norm(x: Tensor, dim: int) -> float:
-    return float(torch.linalg.vector_norm(_precise(x), dim=dim).mean())
+    return float(torch.linalg.vector_norm(precise(x), dim=dim).mean())
 
 
 def _influence(a: Tensor, b: Tensor, dim: int) -> float:
     """``1 - cos(a, b)``, averaged over all positions, as half the squared distance of the unit vectors."""
-    distance = F.normalize(_precise(a), dim=dim) - F.normalize(_precise(b), dim=dim)
+    distance = F.normalize(precise(a), dim=dim) - F.normalize(precise(b), dim=dim)
     return float(distance.square().sum(dim).mean() / 2)
 
 

@@ -17,7 +17,7 @@ import rewire.compiler as compiler
 from rewire.console import Shown, progress
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.losses import loss_of_model
-from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology
+from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology, check_choice
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, learned_connections
 from rewire.topologies import Topology
@@ -178,8 +178,7 @@ def sparsify(
         >>> found = rewire.sparsify(rewired, [x], keep=2, loss=lambda model, batch: model(batch).square().mean())
         >>> few = found.compile(rewire.restore(rewired), example_inputs=(x,))
     """
-    if by not in get_args(Score):
-        raise ValueError(f"by={by!r}: it has to be one of {', '.join(map(repr, get_args(Score)))}.")
+    check_choice("by", by, get_args(Score))
     learned = learned_connections(model, "there is nothing to sparsify")
     check_unwrapped(model)
     check_loaded(model, "sparsified")

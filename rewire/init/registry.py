@@ -29,7 +29,10 @@ class Rule:
 
 
 class Initializer(abc.ABC):
-    """A rule from role and shape to values. Subclasses are frozen dataclasses: their fields are the options.
+    """A rule from role and shape to values.
+
+    Subclasses are frozen dataclasses: their fields are the options, and a value that their docstring does not allow
+    raises `ValueError`.
 
     Example:
         >>> from rewire.init import Rule

@@ -264,13 +264,11 @@ class Study(Shown):
         cost = "" if row.cost is None else f"{row.cost.time:.2f}"
         rate = "" if row.setting is None else f"{row.setting.rate:.2g}"
         rate += "" if row.setting is None or row.is_plain else f"×{row.setting.connections:g}"
-        if verdict == "diverged":
+        if verdict == "diverged" or not row.results:
             return ["", "", verdict, "", "", cost, rate]
         if row.is_plain:
             gain = "" if row is self.baseline else _interval(self.gain(row), "+")
             return [f"{row.mean:.4g}", gain, verdict, "", "", cost, rate]
-        if not row.results:
-            return ["", "", verdict, "", "", cost, rate]
         timed, speed = self.in_its_time(row), self.speed_up(row)
         return [
             f"{row.mean:.4g}",

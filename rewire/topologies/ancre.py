@@ -10,20 +10,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology, check_positive
+from rewire.errors import UnsupportedTopology, check_choice, check_positive
 from rewire.mixes.claimed import Table
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    Granularity,
-    Start,
-    States,
-    W,
-    check_choice,
-    no_preserving_start,
-    total,
-)
+from rewire.topologies.base import OF_STATES, Dims, Granularity, Start, States, W, no_preserving_start, total
 from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
@@ -304,9 +294,6 @@ class ANCReConstant(Destinations[Few | None]):
     Args:
         cascade: "replace" or "keep".
         block: S, 1 or more; None is 1, no groups.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     cascade: Cascade = "replace"
@@ -317,11 +304,7 @@ class ANCReConstant(Destinations[Few | None]):
         super().__post_init__()
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """No entries.
-
-        Raises:
-            UnsupportedTopology: with ``start="preserve"``.
-        """
+        """No entries."""
         if start == "preserve":
             raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}
@@ -347,9 +330,6 @@ class ANCReCascaded(ScaledSum):
 
     Args:
         cascade: "replace" or "keep".
-
-    Raises:
-        ValueError: cascade is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_choice, check_count
 from rewire.mixes.attended import EPS, AttendedHistory, AttendedTable
 from rewire.mixes.mix import Mix, softmax
 from rewire.mixes.several import mixes
@@ -21,8 +21,6 @@ from rewire.topologies.base import (
     QKVInputs,
     Start,
     States,
-    check_choice,
-    check_count,
     no_attention,
     no_preserving_start,
     total,

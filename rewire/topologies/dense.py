@@ -32,11 +32,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rewire.errors import check_count
 from rewire.mixes.by_state import parts
 from rewire.mixes.claimed import Table
 from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, check_count, materialize, total
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
 from rewire.topologies.wiring import (
     CHANNELS,

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_count
 from rewire.mixes.claimed import Table
 from rewire.mixes.mix import Mix, mix
-from rewire.topologies.base import Dims, Granularity, Start, check_count
+from rewire.topologies.base import Dims, Granularity, Start
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import Few

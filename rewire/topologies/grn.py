@@ -9,21 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from rewire.errors import check_count
 from rewire.mixes.claimed import Table
 from rewire.mixes.history import Free
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import at_least_zero, project
-from rewire.topologies.base import (
-    Dims,
-    Granularity,
-    QKVInputs,
-    Start,
-    States,
-    check_count,
-    no_attention,
-    total,
-)
+from rewire.topologies.base import Dims, Granularity, QKVInputs, Start, States, no_attention, total
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import QKV, Channel, Few
