@@ -60,10 +60,7 @@ def inspect_command(
     loaded, inputs = load_with_inputs(model)
     if html is None:
         report = rewire.inspect(loaded, **how, example_inputs=inputs)
-        if json:
-            output.print_json({"trunks": report.trunks, "left": report.left, "dropped": report.dropped})
-        else:
-            output.console().print(report)
+        output.show(report, {"trunks": report.trunks, "left": report.left, "dropped": report.dropped}, json)
         return
     with progress(f"writing a page about {model}"):
         inputs = known_inputs(loaded, patterns_for(loaded), inputs)
@@ -127,20 +124,16 @@ def list_command(
     json: Json = False,
 ) -> None:
     """List the known topologies, initialisers and architectures, including those of plug-ins."""
-    console = output.console()
-    topologies = rewire.list_topologies(pattern or "*")
+    found = {"Topologies": rewire.list_topologies(pattern or "*")}
+    if not pattern:
+        found["Shapes that bench knows"] = shapes()
+        found["Initialisers"] = rewire.list_initializers()
+        found["Architectures known by name; others are recognised by structure"] = rewire.list_patterns()
     if json:
-        others = {"initialisers": rewire.list_initializers(), "architectures": rewire.list_patterns()}
-        output.print_json({"topologies": topologies, **({} if pattern else {"shapes": shapes(), **others})})
+        output.print_json({title.split()[0].lower(): rows for title, rows in found.items()})
         return
-    console.print(output.table("Topologies", topologies or {"none": ""}))
-    if pattern:
-        return
-    console.print(output.table("Shapes that bench knows", shapes()))
-    console.print(output.table("Initialisers", rewire.list_initializers() or {"none": ""}))
-    console.print(
-        output.table("Architectures known by name; others are recognised by structure", rewire.list_patterns())
-    )
+    for title, rows in found.items():
+        output.console().print(output.table(title, rows or {"none": ""}))
 
 
 @app.command("plot")
@@ -205,10 +198,7 @@ def diagnose_command(
     if topology:
         loaded = rewired_as(loaded, topology, example_inputs=inputs, **TO_READ | how)
     found = rewire.diagnose(loaded, inputs, probes=probes, seed=seed)
-    if json:
-        output.print_json(found)
-    else:
-        output.console().print(found)
+    output.show(found, found, json)
     if out:
         with as_messages(ImportError, OSError, ValueError):
             found.plot(out)
@@ -240,10 +230,7 @@ def graph_command(
     if batch and inputs is None:
         inputs = inputs_of(model, loaded, batch, length)
     found = rewire.graph(loaded, inputs if batch else None)
-    if json:
-        output.print_json(nx.node_link_data(found, edges="edges"))
-    else:
-        output.console().print(found.summary())
+    output.show(found.summary(), nx.node_link_data(found, edges="edges"), json)
     if out:
         found.save(out)
         if not json:

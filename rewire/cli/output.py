@@ -31,6 +31,11 @@ def print_code(text: str, language: str) -> None:
         typer.echo(text, nl=False)  # as it is, to be read by programs
 
 
+def show(shown: object, data: Any, as_json: bool) -> None:
+    """Print a result: as it shows itself, or ``data`` as JSON."""
+    print_json(data) if as_json else console().print(shown)
+
+
 def print_json(data: Any) -> None:
     """Print plain data, dataclasses and tensors as JSON, without colours or wrapped lines."""
     typer.echo(json.dumps(data, default=_plain, indent=2))

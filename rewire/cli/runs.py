@@ -138,10 +138,7 @@ def bench_command(
     with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
         timings = harness.side_by_side(steps, rounds, where, tick=step)
     measured = {"model": model, "batch": batch, "length": length, **harness.as_json(timings)}
-    if json:
-        output.print_json(measured)
-    else:
-        output.console().print(harness.table(timings, "plain"))
+    output.show(harness.table(timings, "plain"), measured, json)
     if out:
         harness.save(out, [measured], where)
     if plot:

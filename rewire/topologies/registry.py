@@ -76,11 +76,28 @@ def said(text: str) -> tuple[str, dict[str, Any]]:
         option, separator, value = part.partition("=")
         if not (option.strip() and separator and value):
             raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
-        try:
-            options[option.strip()] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            options[option.strip()] = value.strip()  # a word
+        options[option.strip()] = value_of(value)
     return name, options
+
+
+def with_said(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name in ``text``, and ``options`` with those that are said there.
+
+    Raises:
+        ValueError, TypeError: an option has no value, or two.
+    """
+    name, more = said(text)
+    if twice := more.keys() & options.keys():
+        raise TypeError(f"options {sorted(twice)} of topology '{name}' are given twice.")
+    return name, options | more
+
+
+def value_of(text: str) -> Any:
+    """The value of Python's that it is; else a word."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text.strip()
 
 
 def make_topology(topology: str | Topology, options: dict[str, Any], start: Start | None = None) -> Topology:
@@ -89,10 +106,7 @@ def make_topology(topology: str | Topology, options: dict[str, Any], start: Star
     A name may have options of its own, as `said` reads them. Raises as `Factories.make`.
     """
     if isinstance(topology, str):
-        topology, more = said(topology)
-        if twice := more.keys() & options.keys():
-            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
-        options = options | more
+        topology, options = with_said(topology, options)
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
         _note(made, topology)
