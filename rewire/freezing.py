@@ -24,7 +24,7 @@ from rewire.patterns import Pattern, patterns_for
 from rewire.runtime.connection import Connection, connections, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims, States, reads_of
+from rewire.topologies.base import Dims, States, W, reads_of
 from rewire.topologies.frozen import Constants, Frozen, frozen
 from rewire.topologies.program import Edge, Program, branch_of, digraph, edges, fold, matrix, prune, reaching
 
@@ -199,7 +199,7 @@ def weights_of(connection: Connection) -> Any:
     return layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
 
 
-def _check_program(topology: Topology, weights: Any, dims: Dims, program: Program) -> None:
+def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Program) -> None:
     """Raise where a program is not what the formulas compute: a subclass may have changed these alone.
 
     Raises:
@@ -217,7 +217,7 @@ def _check_program(topology: Topology, weights: Any, dims: Dims, program: Progra
         )
 
 
-def most_held(topology: Topology, weights: Any, dims: Dims) -> int:
+def most_held(topology: Topology[W], weights: W, dims: Dims) -> int:
     """Hidden states that a topology holds between units, at most."""
     x = torch.zeros(1, dims.width or 1)
     states = topology.start(x, weights)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch._library.utils
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+#: A module's table of hooks of one kind, by the number of their handles.
+Hooks: TypeAlias = dict[int, Callable[..., Any]]
 
 #: Containers of tensors, as torch sees them. There is no public module for Python; users are told to use this one.
 pytree = torch.utils._pytree
@@ -97,17 +100,17 @@ def is_first_of_two(node: Any) -> bool:
     return keeps and not torch._C._will_engine_execute_node(node)
 
 
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> Hooks:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks
 
 
-def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+def forward_pre_hooks(module: nn.Module) -> Hooks:
     """The table of a module's forward pre-hooks."""
     return module._forward_pre_hooks
 
 
-def backward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
     """The tables of a module's backward hooks and backward pre-hooks."""
     return module._backward_hooks, module._backward_pre_hooks
 
@@ -117,7 +120,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)))
 
 
-def global_forward_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+def global_forward_hooks() -> tuple[Hooks, Hooks]:
     """The tables of forward pre-hooks and forward hooks on all modules."""
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 

@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from rewire.copies import Inputs
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
 from rewire.version import __version__
@@ -100,7 +101,7 @@ def side_by_side(
     return {name: Timing(tuple(values), peaks.get(name)) for name, values in seconds.items()}
 
 
-def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:
+def training_step(model: nn.Module, inputs: Inputs) -> Callable[[], None]:
     """Forward and backward of ``model``; the loss is the model's own, else the mean square of its outputs."""
 
     def step() -> None:

@@ -15,6 +15,7 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     TO_READ,
+    How,
     Json,
     Model,
     Topology,
@@ -39,7 +40,7 @@ from rewire.patterns import patterns_for
 @rewires
 def inspect_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -75,7 +76,7 @@ def inspect_command(
 def source_command(
     model: Model,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it, such as model.layers.0.")],
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
 ) -> None:
@@ -88,7 +89,7 @@ def source_command(
 @rewires
 def diff_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
 ) -> None:
@@ -102,7 +103,7 @@ def diff_command(
 def eject_command(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
     force: Annotated[
@@ -171,7 +172,7 @@ def plot_command(
 @rewires
 def diagnose_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Annotated[
         str | None,
         typer.Option(
@@ -210,7 +211,7 @@ def diagnose_command(
 @rewires
 def graph_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     batch: Annotated[
         int, typer.Option(min=0, help="Sequences or images over which weights per token are averaged; 0: none.")

@@ -18,6 +18,7 @@ from rewire.cli.arguments import (
     MODEL,
     TO_READ,
     Device,
+    How,
     Json,
     as_messages,
     inputs_of,
@@ -101,7 +102,7 @@ def study_command(
 @rewires
 def bench_command(
     model: Annotated[str, MODEL],
-    how: dict[str, Any],
+    how: How,
     topology: Annotated[
         list[str] | None,
         typer.Option(

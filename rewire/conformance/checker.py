@@ -13,7 +13,7 @@ from torch import Tensor
 from rewire.conformance.cases import KINDS, Case, cases
 from rewire.conformance.known import Mistake, mistaken, mistakes_of
 from rewire.conformance.running import Implementation, Rounding, of_reference, run
-from rewire.conformance.schemes import Reference, reference
+from rewire.conformance.schemes import Options, Reference, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Report:
 
     scheme: str
     source: str
-    options: Mapping[str, Any]
+    options: Options
     errors: Mapping[torch.dtype, float]
     differences: Sequence[Difference] = ()
     looks_like: Sequence[str] = ()

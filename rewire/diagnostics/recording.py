@@ -117,7 +117,7 @@ def replace(
     rederive(copied, trunk, base, lines=lines, change=change, only=lines if only is None else only)
 
 
-def rederive(copied: nn.Module, trunk: str, base: type, **attributes: Any) -> None:
+def rederive(copied: nn.Module, trunk: str, base: type, **attributes: object) -> None:
     """Give a trunk of this copy its topology with methods of ``base`` in place of its own."""
     connection = connections(copied)[trunk]
     layout = copy.copy(connection.layout)
@@ -125,7 +125,7 @@ def rederive(copied: nn.Module, trunk: str, base: type, **attributes: Any) -> No
     connection.layout = layout
 
 
-def derived(topology: Topology, base: type, **attributes: Any) -> Topology:
+def derived(topology: Topology, base: type, **attributes: object) -> Topology:
     """The topology with methods of ``base`` in place of its own."""
     cls = type(topology)
     made: Topology = object.__new__(type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
@@ -213,7 +213,7 @@ class _Mixes(Topology):
         return slice(1, 2 + len(history.states) - len(self.lines[f"r{t}"]))
 
 
-def ways_of(read: Any) -> list[Tensor]:
+def ways_of(read: Tensor | QKVInputs) -> list[Tensor]:
     """The inputs of queries, keys and values and the residual, or the only one."""
     return [read.q, read.k, read.v, read.residual] if isinstance(read, QKVInputs) else [read]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.bench.harness import Timing, kept_for_backward, side_by_side, training_step
+from rewire.copies import Inputs
 from rewire.freezing import most_held, weights_of
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.rewrite import restore
@@ -62,7 +63,7 @@ def measured(model: nn.Module, example_inputs: Any) -> Measured:
     return Measured(times["plain"], times["rewired"], (kept["plain"], kept["rewired"]), device)
 
 
-def _loss(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+def _loss(model: nn.Module, inputs: Inputs) -> Tensor:
     output = model(*inputs[0], **inputs[1])
     total: Tensor = sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[assignment]
     return total

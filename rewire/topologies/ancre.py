@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology, check_choice, check_positive
 from rewire.mixes.claimed import Table
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import OF_STATES, Dims, Granularity, Start, States, W, no_preserving_start, total
 from rewire.topologies.dense import Dense, count
@@ -39,9 +40,8 @@ class Destinations(Dense[W]):
         """The units that write: the output is ``x_T``."""
         return range(1, dims.depth + 1)
 
-    def mix(self, history: Any, weights: W, t: int) -> Tensor:
-        x: Tensor = history.newest
-        return x
+    def mix(self, history: History, weights: W, t: int) -> Tensor:
+        return history.newest
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)
@@ -55,8 +55,7 @@ class Destinations(Dense[W]):
         if isinstance(weights, Few) and t not in weights:
             return total((x, *branches))
         kept = (x,) if self.cascade == "keep" else ()
-        mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
-        return mixed
+        return history.mix(self.row(weights, t, x), added=(*kept, *branches))
 
     def program(self, weights: W, dims: Dims) -> Program:
         """The shortcut ``x_{t-1}`` that is kept stands in front."""

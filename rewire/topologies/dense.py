@@ -35,7 +35,7 @@ from torch import Tensor
 from rewire.errors import check_count
 from rewire.mixes.by_state import parts
 from rewire.mixes.claimed import Table
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
@@ -131,7 +131,7 @@ class _Dense(Topology[W]):
         return QKVInputs(q, k, v, residual=found.get("shortcut", plain if "shortcut" in self.inputs else q))
 
     @abstractmethod
-    def mix(self, history: Any, weights: W, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: W, t: int) -> Tensor | Mix | QKVInputs:
         """``r_t``, what unit t reads: the formula. For t = T + 1 it is the trunk's output.
 
         Args:
@@ -220,7 +220,7 @@ class _Dense(Topology[W]):
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,) if isinstance(weights, Few) and t not in weights else ()
 
-    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
         """What unit t reads; and the history as it is then."""
         newest, history = states
         history = history.read(t, newest)

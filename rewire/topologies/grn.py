@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.errors import check_count
 from rewire.mixes.claimed import Table
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import at_least_zero, project
@@ -119,7 +119,7 @@ class GRN(DenseIncrements[Weights]):
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
         return self.by_read(dims, map(Read, rows, queries))
 
-    def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
         row = weights[t]
         if not isinstance(row, Read):
             return self.seen(history.mixes(row), weights, t, history.newest)

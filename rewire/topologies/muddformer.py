@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.again import made_again, remember_sums, sparing
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_hidden, rms_norm
 from rewire.topologies.base import (
@@ -168,17 +168,17 @@ class MUDDFormer(Dense[Aggregates]):
             rows = [row._replace(before=g, after=h) for row, (g, h) in zip(rows, scales, strict=True)]
         return self.by_read(dims, rows)
 
-    def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
         read = weights[t]
         if read.before is not None:
             normed = Free().holding(map(_normed, history.states, read.before))
             return self._mix_normed(normed, weights, t, history.newest)
         # [..., C n], one way after the other
         scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
-        ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
+        ways = history.mixes(None, scores.unflatten(-1, read.static.shape))
         return self.seen(ways, weights, t, history.newest)
 
-    def _mix_normed(self, history: Any, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
+    def _mix_normed(self, history: History, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
         """`mix`, of a history of normed states; ``x`` is the newest as it is."""
         read = weights[t]
         scores, x = read_off_hidden(x, read.w1, read.w2, read.static.flatten(), _EPS)
@@ -187,7 +187,7 @@ class MUDDFormer(Dense[Aggregates]):
             mixes[-1] = _normed(mixes[-1], read.after)
         return self.seen([_sum(x, mix) for mix in mixes], weights, t, x)
 
-    def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+    def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
         if not self.norms or isinstance(weights, Few):
             return super()._read(states, weights, t)
         newest, history = states
