@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.copies import M, outside_inference_mode, shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.mixes.history import History
@@ -69,13 +69,11 @@ class FreezeReport(Shown):
     change: float | None
     unmeasured: str = ""
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         moved = f"not measured: {self.unmeasured}" if self.change is None else f"{self.change:.1e} (relative)"
         yield Text(f"Frozen at threshold {self.threshold:g}; change of the outputs: {moved}", style="bold")
-        table = Table("trunk", "edges", "states held", box=box.SIMPLE_HEAD)
-        for trunk in self.trunks:
-            table.add_row(trunk.name, "{} -> {}".format(*trunk.edges), "{} -> {}".format(*trunk.states))
-        yield table
+        rows = ((t.name, "{} -> {}".format(*t.edges), "{} -> {}".format(*t.states)) for t in self.trunks)
+        yield table(("trunk", "edges", "states held"), rows)
         for trunk in self.trunks:
             if trunk.dropped:
                 yield self._dropped(trunk)
@@ -84,15 +82,14 @@ class FreezeReport(Shown):
 
     @staticmethod
     def _dropped(trunk: FrozenTrunk) -> Table:
-        title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
-        table = Table("from", "into", "weight", "reason", box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        strongest = sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
+        rows, strongest = [], sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
         for edge in strongest[:_SHOWN]:
             because = f"{edge.destination} is unused" if edge.unread else "below the threshold"
-            table.add_row(edge.source, edge.destination, f"{edge.weight:.1e}", because)
+            rows.append((edge.source, edge.destination, f"{edge.weight:.1e}", because))
         if len(strongest) > _SHOWN:
-            table.add_row("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped")
-        return table
+            rows.append(("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped"))
+        title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
+        return table(("from", "into", "weight", "reason"), rows, title)
 
 
 @outside_inference_mode

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.errors import RewireError
 from rewire.files import whole
 from rewire.topologies.program import reaching
@@ -239,7 +238,7 @@ class Summary(Shown):
     def __init__(self, graph: DepthGraph) -> None:
         self.graph = graph
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         for trunk in self.graph.trunks:
             yield from self._trunk(self.graph.of(trunk))
 
@@ -260,7 +259,7 @@ class Summary(Shown):
 
     @staticmethod
     def _table(part: DepthGraph, known: bool, cuts: list[Cut]) -> Table:
-        table = Table("unit", "path", "kind", "reads, largest weights first", "held after it", box=box.SIMPLE_HEAD)
+        rows = []
         for unit, cut in zip([*part.units(), *part.outputs()], [*cuts[1:], None], strict=True):
             data = part.nodes[unit]
             seen = part.dependencies(unit) if known else {}
@@ -268,14 +267,10 @@ class Summary(Shown):
             text = ", ".join(f"{part.nodes[node]['value']} {weight:.2g}" for node, weight in largest)
             more = f" and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
             is_unit = data["role"] == "unit"
-            table.add_row(
-                str(data["at"]) if is_unit else "",
-                data["path"] if is_unit else "output",
-                data["kind"] if is_unit else "",
-                text + more,
-                "" if cut is None else _told([part.nodes[node]["value"] for node in cut.states]),
-            )
-        return table
+            held = "" if cut is None else _told([part.nodes[node]["value"] for node in cut.states])
+            named = (data["at"], data["path"], data["kind"]) if is_unit else ("", "output", "")
+            rows.append((*named, text + more, held))
+        return table(("unit", "path", "kind", "reads, largest weights first", "held after it"), rows)
 
 
 _SHOWN = 4  # of what a unit sees, in a printed table

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rewire.console import Shown, progress
+from rewire.console import Shown, progress, table
 from rewire.copies import Inputs, seeded, uncompiled
 from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
 from rewire.diagnostics.signals import (
@@ -48,7 +47,7 @@ class Diagnosis(Shown):
     loss: float
     unreached: tuple[str, ...] = ()
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         for trunk in self.trunks:
             yield Text(_headline(trunk), style="bold", overflow="fold")
             yield _table(trunk)
@@ -279,12 +278,12 @@ def _headline(trunk: TrunkSignals) -> str:
 
 
 def _table(trunk: TrunkSignals) -> Table:
-    table = Table("#", "branch", "kind", box=box.SIMPLE_HEAD)
+    made = table(("#", "branch", "kind"), ())
     for name in ("stream", "branch", "update", "cosine", "gradient", "weight gradient"):
-        table.add_column(name, justify="right")
+        made.add_column(name, justify="right")
     for number, site in enumerate(trunk.sites, start=1):
         values = (site.stream, site.branch, site.update)
         name = site.name.removeprefix(f"{trunk.name}.")
         gradients = ("" if g is None else f"{g:.3g}" for g in (site.gradient, site.weight_gradient))
-        table.add_row(str(number), name, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
-    return table
+        made.add_row(str(number), name, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
+    return made

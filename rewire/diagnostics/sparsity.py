@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
 import rewire.compiler as compiler
-from rewire.console import Shown, progress
+from rewire.console import Shown, progress, table
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.losses import loss_of_model
 from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology, check_choice
@@ -114,21 +112,18 @@ class Sparsity(Shown):
             raise ValueError(f"k={k}: there are {len(self.candidates)} connections that can be kept.")
         return k
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         yield Text(
             f"Connections of '{self.trunk}' by score; the loss with all of them is {self.loss:.4f}", style="bold"
         )
-        table = Table("", "from", "into", "weight", "score", box=box.SIMPLE_HEAD)
+        ranked = table(("", "from", "into", "weight", "score"), ())
         for number, found in enumerate(self.candidates[: max(self.keep, _SHOWN)], start=1):
             into = found.unit if found.unit == OUTPUT else f"unit {found.unit}"
             weight = "" if found.weight is None else f"{found.weight:.3g}"
             style = "" if number <= self.keep else "dim"
-            table.add_row(str(number), f"x{found.source}", str(into), weight, f"{found.score:+.2e}", style=style)
-        yield table
-        curve = Table("kept", "loss", "hidden states held", box=box.SIMPLE_HEAD)
-        for point in self.curve:
-            curve.add_row(str(point.k), f"{point.loss:.4f}", str(point.states))
-        yield curve
+            ranked.add_row(str(number), f"x{found.source}", str(into), weight, f"{found.score:+.2e}", style=style)
+        yield ranked
+        yield table(("kept", "loss", "hidden states held"), ((p.k, f"{p.loss:.4f}", p.states) for p in self.curve))
         yield Text(
             "The model was trained with all connections; losses with fewer are of the same weights, not trained "
             "again. What few connections are worth tells a training run from their start.",

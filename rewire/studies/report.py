@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
 
 from rewire.console import Shown
@@ -246,8 +247,8 @@ class Study(Shown):
             said.append(f"Against the nearest fixed rule: {_shown(rule)}.")
         return said
 
-    def __rich__(self) -> Table:
-        return self.table()
+    def shown(self) -> Iterator[RenderableType]:
+        yield self.table()
 
     def table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
