@@ -90,11 +90,7 @@ def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Refuse an argument of another type.
-
-    Raises:
-        TypeError: naming the argument, and both types.
-    """
+    """Raise TypeError if an argument is of another type, naming the argument, and both types."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}.")
 

@@ -197,11 +197,7 @@ def weights_of(connection: Connection) -> Any:
 
 
 def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Program) -> None:
-    """Raise where a program is not what the formulas compute: a subclass may have changed these alone.
-
-    Raises:
-        UnsupportedTopology: they differ.
-    """
+    """Raise UnsupportedTopology if the formulas compute something else: a subclass may have changed these alone."""
     table = matrix(program)
     made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
     constants = Constants(table, torch.stack(channels) if channels else None)

@@ -127,12 +127,9 @@ def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
 
 
 def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
-    """Refuse a plain tensor that is known to be one rank's part of a hidden state.
+    """Raise RewireError if a plain tensor is known to be one rank's part of a hidden state.
 
     Only its history of gradients tells: what DTensor or a reduce-scatter made of it last.
-
-    Raises:
-        RewireError: saying what to call.
     """
     if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
         return
@@ -142,13 +139,10 @@ def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
 
 
 def check_norm(norm: nn.Module, trunk: str) -> None:
-    """Refuse plain hidden states that a norm reads whose weights are replicated: those of PyTorch's SequenceParallel.
+    """Raise RewireError if a norm reads plain hidden states and has replicated weights: PyTorch's SequenceParallel.
 
     What `check_whole` cannot see: behind layers that are frozen, hidden states have no history. Not while compiling: an
     error there would break the graph, which torch does not survive behind a DTensor's embedding.
-
-    Raises:
-        RewireError: saying what to call.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return

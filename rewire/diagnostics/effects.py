@@ -163,11 +163,7 @@ class Ablation(Shown):
 
 
 def check_ablation(given: object) -> None:
-    """Refuse what `rewire.ablate` has not returned.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError if it is not what `rewire.ablate` has returned, or None."""
     if given is not None and not isinstance(given, Ablation):
         raise TypeError(f"ablation must be what rewire.ablate returned, not {type(given).__name__}.")
 
