@@ -52,9 +52,6 @@ CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 EXPORT_GUARDS = "_guards_fn"
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
-
-
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The table of a module's children. ``named_children`` leaves out those that are None, or stand there twice."""
     return module._modules
@@ -130,9 +127,6 @@ def has_global_hooks() -> bool:
     return nn.modules.module._has_any_global_hook()
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def writes_to(tensor: Tensor) -> int:
     """How often a tensor was written to in place, which it counts itself unless it was made in inference mode."""
     return tensor._version
@@ -180,8 +174,6 @@ def writes_to_argument(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
-# -- what else looks on ------------------------------------------------------------------------------------------------
-
 # Looked up once: these are asked for each sum.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _function_modes = getattr(torch._C, "_len_torch_function_stack", None)
@@ -227,9 +219,6 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     If that cannot be told, they are (None, None): there may be some.
     """
     return (None, None) if _top_hooks is None else _top_hooks(True)
-
-
-# -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
@@ -341,9 +330,6 @@ def in_higher_order() -> bool:
         return InstructionTranslator.current_tx().output.current_tracer.parent is not None
     except (ImportError, AttributeError):
         return False
-
-
-# -- others -----------------------------------------------------------------------------------------------------------
 
 
 def running_ddp() -> Any:

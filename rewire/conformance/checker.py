@@ -273,9 +273,6 @@ def _remark(want: Tensor, got: Tensor | None) -> str:
     return ""
 
 
-# -- names of mistakes -------------------------------------------------------------------------------------------------
-
-
 def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tuple[tuple[str, ...], float]:
     """The mistakes with which the reference computes the same, and the largest error that the best of them leaves."""
     # The cases that differ come first, short ones before long ones: most mistakes are ruled out by one of them.

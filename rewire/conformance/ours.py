@@ -73,9 +73,6 @@ def packed(file: str, weights: Weights, dims: Dims, options: Options) -> dict[st
     return _PACKINGS[file](weights, dims, options)
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
-
-
 def _renamed(**names: str) -> Packing:
     """Those that have other names alone: ``ours="theirs"``."""
 

@@ -54,8 +54,6 @@ class DepthGraph(nx.DiGraph):
     What is not known (weights on the meta device, bytes of an unknown width, the spread without a batch) is None.
     """
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     @property
     def trunks(self) -> list[str]:
         """Names of the trunks."""
@@ -80,8 +78,6 @@ class DepthGraph(nx.DiGraph):
     def outputs(self) -> list[str]:
         """The nodes that are outputs of trunks."""
         return [node for node, output in self.nodes(data="output") if output]
-
-    # -- what is used --------------------------------------------------------------------------------------------------
 
     def unused(self, threshold: float = 0.0) -> list[str]:
         """States, reads and units of which nothing comes to a trunk's output.
@@ -189,8 +185,6 @@ class DepthGraph(nx.DiGraph):
     def _check_known(self) -> None:
         if any(weight is None for *_, weight in self.edges(data="weight")):
             raise RewireError("the model was on the meta device: its weights are not known.")
-
-    # -- shown ---------------------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
         """What printing shows: for each unit what it depends on, and what of each trunk is unused."""

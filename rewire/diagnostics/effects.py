@@ -122,8 +122,6 @@ class Ablation(Shown):
             else:
                 graph.nodes[node].update(values)
 
-    # -- shown ---------------------------------------------------------------------------------------------------------
-
     def shown(self) -> Iterator[RenderableType]:
         known = f", {len(self.effects)} of {self.asked} measured" if len(self.effects) < self.asked else ""
         yield Text(f"Loss {self.loss:.4f}; how much it rises without a part, each alone{known}", style="bold")

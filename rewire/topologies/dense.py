@@ -149,8 +149,6 @@ class _Dense(Topology[W]):
             return row
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     def reads(self, dims: Dims) -> range:
         """The numbers t of all reads from `first` on, the output's included."""
         return range(self.first, dims.depth + 2)
@@ -205,8 +203,6 @@ class _Dense(Topology[W]):
         """For `unit_rows`: of the reads that have weights in turn so many rows, of other units none."""
         found = dict(zip(self.mixing(dims), sizes, strict=True))
         return [found.get(t, 0) for t in range(1, dims.depth + 2)]
-
-    # -- the topology --------------------------------------------------------------------------------------------------
 
     def start(self, x: Tensor, weights: W) -> States:
         table = weights if isinstance(weights, Free) else Free(self.group)

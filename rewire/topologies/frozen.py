@@ -210,9 +210,6 @@ def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:
     return constants.channels[weight.row]
 
 
-# -- programs as JSON --------------------------------------------------------------------------------------------------
-
-
 def coded(program: Program) -> list[Any]:
     """The program as lists without names, a line as [target, [[source, number or [row]], ..]]."""
 

@@ -277,9 +277,6 @@ def operands(
     return ([], [], [*sources, *added]) if all(map(_is_one, weights)) else (sources, weights, added)
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
 def lines_of(program: Program) -> Iterator[tuple[Line, str]]:
     """All lines in order, each with the branch output that it writes if any: lines after a branch have their own."""
     for t, unit in enumerate(program.units, start=1):
@@ -339,9 +336,6 @@ def _order(program: Program) -> dict[str, int]:
         names += [line.target for line in unit.before]
         names += [branch_of(t), *(line.target for line in unit.after)]
     return {name: number for number, name in enumerate([*names, *(line.target for line in program.finish)])}
-
-
-# -- terms -------------------------------------------------------------------------------------------------------------
 
 
 def _is_edge(term: Term, own: str) -> bool:
