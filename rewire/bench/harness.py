@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from rewire.copies import Inputs
@@ -172,7 +173,7 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
         row.append(f"{timing.ratio(timings[baseline]):.3f}")
         if counted:
             row.append("" if timing.peak is None else f"{timing.peak / 2**20:.0f} MiB")
-        result.add_row(*row)
+        result.add_row(*map(Text, row))
     return result
 
 

@@ -17,7 +17,7 @@ _WIDTH = 120  # of what is written to a file or a pipe
 
 
 def console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, markup=False)  # names may have brackets
     if not console.is_terminal:
         console.width = _WIDTH
     return console

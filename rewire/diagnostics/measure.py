@@ -283,7 +283,7 @@ def _table(trunk: TrunkSignals) -> Table:
         made.add_column(name, justify="right")
     for number, site in enumerate(trunk.sites, start=1):
         values = (site.stream, site.branch, site.update)
-        name = site.name.removeprefix(f"{trunk.name}.")
+        branch = Text(site.name.removeprefix(f"{trunk.name}."))
         gradients = ("" if g is None else f"{g:.3g}" for g in (site.gradient, site.weight_gradient))
-        made.add_row(str(number), name, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
+        made.add_row(str(number), branch, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
     return made

@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from rewire.console import Shown
 from rewire.init.initializers.scaled_weights import Scaled
@@ -256,7 +257,7 @@ class Study(Shown):
         for title in TITLES:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
-            table.add_row(row.name, *self.cells(row), style="bold" if row is self.baseline else "")
+            table.add_row(Text(row.name), *self.cells(row), style="bold" if row is self.baseline else "")
         return table
 
     def cells(self, row: Row) -> list[str]:

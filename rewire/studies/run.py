@@ -298,7 +298,7 @@ def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> Non
 @contextlib.contextmanager
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
     """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     shown = bars(*columns)
 
     def bar(name: str) -> Tick:
