@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rewire.diagnostics.effects import Effect, What
+from rewire.diagnostics.losses import Loss
 from rewire.diagnostics.outline import about, mean_of, outline_of, preserved
 from rewire.diagnostics.recording import (
     Change,
@@ -203,7 +204,7 @@ class Bench:
         model: nn.Module,
         learned: Mapping[str, Connection],
         batches: Sequence[Any],
-        loss: Callable[[Any, Any], Tensor],
+        loss: Loss,
         at_once: int,
         seed: int,
     ) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from rich.console import RenderableType
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
 import rewire.compiler as compiler
 from rewire.console import Shown, progress, table
 from rewire.diagnostics.ablating import Bench, Part
-from rewire.diagnostics.losses import loss_of_model
+from rewire.diagnostics.losses import Loss, loss_of_model
 from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology, check_choice
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, learned_connections
@@ -25,6 +25,7 @@ from rewire.topologies.registry import name_and_options, named_topology
 from rewire.topologies.wiring import OUTPUT
 
 _SHOWN = 12  # connections in a printed report
+AnyDense: TypeAlias = Dense[Any] | DenseIncrements[Any]
 #: What connections are ranked by.
 Score = Literal["loss", "gradient", "weight"]
 
@@ -136,7 +137,7 @@ def sparsify(
     batches: Iterable[Any],
     *,
     keep: int,
-    loss: Callable[[Any, Any], Tensor] = loss_of_model,
+    loss: Loss = loss_of_model,
     by: Score = "loss",
     trunk: str | None = None,
     at_once: int = 8,
@@ -221,7 +222,7 @@ def _named(trunk: str | None, learned: Mapping[str, Connection]) -> str:
     raise UnknownName(f"{told}: pass trunk= one of {known}.")
 
 
-def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
+def _dense(connection: Connection) -> AnyDense:
     topology: Topology = connection.layout.topology
     if not isinstance(topology, Dense | DenseIncrements):
         raise UnsupportedTopology(
@@ -238,7 +239,7 @@ def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
     return topology
 
 
-def _wanted(topology: Dense[Any] | DenseIncrements[Any], dims: Dims) -> set[tuple[int | str, int]]:
+def _wanted(topology: AnyDense, dims: Dims) -> set[tuple[int | str, int]]:
     """The unit and source of each connection that can be left out."""
     newest = 1 if isinstance(topology, Dense) else 0
     return {

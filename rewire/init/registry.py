@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Generator, Tensor
 
 from rewire.init.table import MATRICES, Roles, Weight
-from rewire.registry import Factories
+from rewire.registry import Factories, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,6 @@ def list_initializers() -> dict[str, str]:
     return _FACTORIES.descriptions()
 
 
-def make_initializer(init: str | Initializer, options: dict[str, Any]) -> Initializer:
+def make_initializer(init: str | Initializer, options: Options) -> Initializer:
     """The initialiser of that name with ``options``, or the object itself. Raises as `Factories.make`."""
     return _FACTORIES.make(init, options)
