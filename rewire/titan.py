@@ -97,8 +97,7 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
             return model
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    made: BaseModel.Config = Rewired(**fields, rewiring=arguments)
-    return made
+    return Rewired(**fields, rewiring=arguments)
 
 
 class TitanConnection(Connection, Module):

@@ -148,7 +148,6 @@ def of_module(
 
     def implementation(x: Tensor, weights: Mapping[str, Tensor], branches: Sequence[Branch]) -> Tensor:
         given = {path: weights[make] if isinstance(make, str) else make(weights) for path, make in names.items()}
-        output: Tensor = torch.func.functional_call(module, given, (x, branches))
-        return output
+        return torch.func.functional_call(module, given, (x, branches))
 
     return implementation

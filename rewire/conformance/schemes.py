@@ -87,8 +87,7 @@ class Reference:
         taken = inspect.signature(make).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         chosen = {name: value for name, value in options.items() if open_ended or name in taken}
-        found: dict[str, Tensor] = make(depth, width, attention, **chosen)
-        return found
+        return make(depth, width, attention, **chosen)
 
     @property
     def drawn(self) -> dict[str, str]:
@@ -104,8 +103,7 @@ class Reference:
         **options: Any,
     ) -> Tensor:
         """The output [N, D] for ``x`` [N, D]; see `rewire.conformance.references`."""
-        output: Tensor = _functions(self.text, str(self.path))["forward"](x, weights, branches, kept, **options)
-        return output
+        return _functions(self.text, str(self.path))["forward"](x, weights, branches, kept, **options)
 
 
 @functools.cache

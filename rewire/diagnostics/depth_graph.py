@@ -68,8 +68,7 @@ class DepthGraph(nx.DiGraph):
         nodes = [node for node, name in self.nodes(data="trunk") if name == trunk]
         if not nodes:
             raise KeyError(f"there is no trunk '{trunk}': the graph has {', '.join(self.trunks)}.")
-        part: DepthGraph = self.subgraph(nodes).copy()
-        return part
+        return self.subgraph(nodes).copy()
 
     def units(self) -> list[str]:
         """The nodes that are units, in order."""
@@ -135,8 +134,7 @@ class DepthGraph(nx.DiGraph):
                 lengths = (torch.stack([logs[source] for source, _ in given]) + weights[:, None]).logsumexp(0)
             logs[node] = lengths.roll(1) if part.nodes[node]["role"] == "unit" else lengths
         (output,) = part.outputs()
-        shares: list[float] = logs[output].softmax(0).nan_to_num(0.0).tolist()
-        return shares
+        return logs[output].softmax(0).nan_to_num(0.0).tolist()
 
     def effective_depth(self, trunk: str) -> float:
         """The mean of `path_lengths`: units on a path from the trunk's input to its output.

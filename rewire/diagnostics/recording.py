@@ -259,8 +259,7 @@ class _Streams(Topology):
 
     def finish(self, states: Any, weights: Any, dims: Any) -> Tensor:
         if weights.last is None:
-            result: Tensor = super().finish(states, weights, dims)  # type: ignore[safe-super]
-            return result
+            return super().finish(states, weights, dims)  # type: ignore[safe-super]
         values, streams, claim = self.values(states[0], weights.last)  # type: ignore[attr-defined]
         read = self._columns("out", self.reading(values))  # type: ignore[attr-defined]
         return materialize(read_streams(streams, read, claim)[0])

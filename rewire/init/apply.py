@@ -16,6 +16,7 @@ from rewire.errors import check_type
 from rewire.init.registry import Initializer, Rule, make_initializer
 from rewire.init.roles import roles as roles_of
 from rewire.init.table import Roles, Weight
+from rewire.placement import is_dtensor
 
 _META = "on the meta device: call initialize again after to_empty"
 
@@ -129,12 +130,11 @@ def _set(
 
 def _whole(parameter: Any) -> Tensor:
     """All of a parameter, which may be sharded."""
-    whole: Tensor = parameter.full_tensor() if type(parameter.data).__name__ == "DTensor" else parameter.detach()
-    return whole
+    return parameter.full_tensor() if is_dtensor(parameter.data) else parameter.detach()
 
 
 def _store(parameter: Any, values: Tensor) -> None:
-    if type(parameter.data).__name__ != "DTensor":
+    if not is_dtensor(parameter.data):
         parameter.copy_(values)
         return
     from torch.distributed.tensor import distribute_tensor

@@ -151,8 +151,7 @@ def tiny_model(model_type: str, seed: int = 0, **settings: Any) -> nn.Module:
         if make is None:
             raise UnknownName(f"transformers has no model class for '{model_type}'.")
         torch.manual_seed(seed)
-        model: nn.Module = make(config)
-        return model
+        return make(config)
 
 
 def _part(library: Any, config: type) -> Any:

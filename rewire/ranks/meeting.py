@@ -54,8 +54,7 @@ def store_of(name: str) -> Store:
 def facts_of(trunks: Mapping[str, Facts]) -> dict[str, Any]:
     """What must agree, as plain data: the version of rewire, and for each trunk its recipe."""
     facts = {"rewire": __version__, "trunks": trunks}
-    plain: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
-    return plain
+    return json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
 
 
 class Meeting:

@@ -65,5 +65,4 @@ def measured(model: nn.Module, example_inputs: Any) -> Measured:
 
 def _loss(model: nn.Module, inputs: Inputs) -> Tensor:
     output = model(*inputs[0], **inputs[1])
-    total: Tensor = sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[assignment]
-    return total
+    return sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[return-value]

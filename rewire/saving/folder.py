@@ -24,6 +24,7 @@ from rewire.attributes import CONNECTIONS
 from rewire.copies import M
 from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
+from rewire.placement import is_dtensor
 from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
 from rewire.saving.recipes import Recipe, described, difference, first_line, is_recipe, rewired_by
 from rewire.version import __version__
@@ -159,7 +160,7 @@ def _check_part(weights: str) -> None:
 
 def _check_savable(state: dict[str, Tensor]) -> None:
     for name, value in state.items():
-        if type(value).__name__ == "DTensor":
+        if is_dtensor(value):
             raise WrappedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided or value.is_quantized:
             raise RewireError(

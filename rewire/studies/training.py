@@ -210,8 +210,7 @@ class _Watch:
         return moves(self.looks) if self.looks else None
 
     def matrix(self) -> list[list[float]]:
-        rows: list[list[float]] = next((c.matrix().tolist() for c in self.connections.values()), [])
-        return rows
+        return next((c.matrix().tolist() for c in self.connections.values()), [])
 
 
 class _Spikes:

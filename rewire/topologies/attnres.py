@@ -212,8 +212,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         if not self.additive:
             return super().finish(states, weights, dims)
         if isinstance(weights, Few):
-            plain: Tensor = states[0]
-            return plain
+            return states[0]
         newest, history = states
         return total((*history.states, newest))
 

@@ -145,8 +145,7 @@ class _Dense(Topology[W]):
         if isinstance(weights, Table):
             return weights.rows[t - weights.blocks.first].mean(0)
         if isinstance(weights, Few) and isinstance(weights[t], Tensor):
-            row: Tensor = weights[t]
-            return row
+            return weights[t]
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
 
     def reads(self, dims: Dims) -> range:
@@ -176,6 +175,10 @@ class _Dense(Topology[W]):
     def ways(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many inputs of the unit it is for."""
         return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
+
+    def entries(self, dims: Dims) -> list[int]:
+        """For each read that has weights, how many: one for each way and source."""
+        return [ways * n for ways, n in zip(self.ways(dims), self.sizes(dims), strict=True)]
 
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
         """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""

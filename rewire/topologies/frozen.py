@@ -148,8 +148,7 @@ class Frozen(Recurrence[Constants]):
 
     def matrix(self, weights: Constants, dims: Dims) -> Tensor:
         """That of the topology that it was, with 0 for what was dropped."""
-        table: Tensor = weights.table
-        return table
+        return weights.table
 
     def program(self, weights: Constants, dims: Dims) -> Program:
         """Its program, with the weights per channel in it."""

@@ -115,8 +115,7 @@ class GatedHyperConnections(Topology[Named]):
         return states[0].select(-2, 0)
 
     def parallel(self, states: States) -> Tensor:
-        streams: Tensor = states[0]
-        return streams
+        return states[0]
 
     def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.

@@ -97,24 +97,20 @@ class GRN(DenseIncrements[Weights]):
         of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
         each way of each t.
         """
-        ways = self.ways(dims)
-        entries = sum(m * n for m, n in zip(ways, self.sizes(dims), strict=True))
-        parameters = {"b": torch.ones(entries, *((dims.width,) if self.needs_width else ()))}
+        parameters = {"b": torch.ones(sum(self.entries(dims)), *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
-            parameters["w"] = torch.zeros(sum(ways), dims.width)
+            parameters["w"] = torch.zeros(sum(self.ways(dims)), dims.width)
         return parameters
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
-        ways = self.ways(dims)
-        entries = [m * n for m, n in zip(ways, self.sizes(dims), strict=True)]
-        return {"b": self.each(dims, entries), "w": self.each(dims, ways)}
+        return {"b": self.each(dims, self.entries(dims)), "w": self.each(dims, self.ways(dims))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self.ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None and not self.few:
             return Table(b, ways, self.mixing(dims)[0], group=self.group, queries=w)
-        flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
+        flat = b.split(self.entries(dims))
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
         return self.by_read(dims, map(Read, rows, queries))

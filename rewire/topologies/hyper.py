@@ -262,8 +262,7 @@ class ParallelStreams(Streams):
         return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
 
     def parallel(self, states: States) -> Tensor:
-        streams: Tensor = states[0]
-        return streams
+        return states[0]
 
 
 @register_topology("hc-static")
@@ -307,11 +306,9 @@ class HyperConnections(ParallelStreams):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
-        return (
-            found
-            if "dynamic" in parameters
-            else found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
-        )
+        if "dynamic" in parameters:
+            return found
+        return found._replace(steps=dict(zip(dims.units, _steps(parameters["static"].float()), strict=False)))
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:
