@@ -39,11 +39,22 @@ from rewire.patterns import Pattern, first_given
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.topologies.registry import said
+from rewire.topologies.registry import with_said
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
 log = logging.getLogger("rewire")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What a call of `compile` asks for, as its arguments say; `topologies` are by trunk, "" for all."""
+
+    topologies: Mapping[str, Topology]
+    granularity: Literal["auto", "block", "sublayer"] = "auto"
+    start: Start = "preserve"
+    loop: Loop = "continue"
+    validate: bool = True
 
 
 @outside_inference_mode
@@ -95,7 +106,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
             else:
                 check_model(model)
                 check_not_cut(model, found.trunks.values())
-                _rewired(model, prepared, found, {"": Residual()})
+                _rewired(model, prepared, found, _Wanted({"": Residual()}))
         except EditError:
             pass  # what was left alone says so
         except RewireError as error:
@@ -167,12 +178,10 @@ def compile(
         True
     """
     if isinstance(topology, str) and ":" in topology:
-        topology, more = said(topology)
         own: dict[str, Any] = {"init": init, "granularity": granularity, "start": start, "loop": loop}
-        if twice := more.keys() & options.keys():
-            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
+        topology, more = with_said(topology, options)
         others: dict[str, Any] = {"example_inputs": example_inputs, "trunks": trunks, "validate": validate}
-        return compile(model, topology, **(own | options | more), **others)
+        return compile(model, topology, **(own | more), **others)
     topologies = chosen_topologies(topology, options, trunks, start)
     check_choices(granularity, start, loop)
     initializer = None if init is None else make_initializer(init, {})
@@ -192,34 +201,25 @@ def compile(
     check_found(found, prepared)
     if trunks is None:
         check_not_cut(model, found.trunks.values())
-    rewired = _rewired(model, prepared, found, topologies, granularity, start, validate, loop)
+    rewired = _rewired(model, prepared, found, _Wanted(topologies, granularity, start, loop, validate))
     made = rewired if initializer is None else _initialized(rewired, initializer)
     return cast("M", made)  # its class is one that is derived from the model's
 
 
-def _rewired(
-    model: nn.Module,
-    prepared: Prepared,
-    found: Found,
-    topologies: Mapping[str, Topology],
-    granularity: str = "auto",
-    start: Start = "preserve",
-    validate: bool = True,
-    loop: Loop = "continue",
-) -> nn.Module:
-    """The prepared copy with connections in it, which is compared with the model unless ``validate`` is False."""
+def _rewired(model: nn.Module, prepared: Prepared, found: Found, wanted: _Wanted) -> nn.Module:
+    """The prepared copy with connections in it, compared with the model if that is wanted."""
     with _naming_trunks(found.trunks):
-        layouts = choose(list(found.trunks.values()), topologies, granularity)
+        layouts = choose(list(found.trunks.values()), wanted.topologies, wanted.granularity)
         with timed(logs.rewrite, f"rewrote {prepared.name}"):
-            rewired = rewrite(prepared, found, layouts, start, all_of_them=any(topologies))
+            rewired = rewrite(prepared, found, layouts, wanted.start, all_of_them=any(wanted.topologies))
         if logs.rewrite.isEnabledFor(logging.INFO):
             logs.rewrite.info("changed:\n%s", diff(rewired))
-        if validate:
+        if wanted.validate:
             with timed(logs.validate, f"validated {prepared.name}"), _uncompiled():
                 if on_meta(model):
-                    _validate_twin(model, prepared.patterns, topologies, granularity, start, loop)
+                    _validate_twin(model, prepared.patterns, wanted)
                 else:
-                    check(model, rewired, found, prepared.inputs, start, prepared.patterns)
+                    check(model, rewired, found, prepared.inputs, wanted.start, prepared.patterns)
     for connection in connections(rewired).values():
         connection.report = found.report
     return rewired
@@ -251,14 +251,7 @@ def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
     return rewired
 
 
-def _validate_twin(
-    model: nn.Module,
-    patterns: list[Pattern],
-    topologies: Mapping[str, Topology],
-    granularity: Any,
-    start: Start,
-    loop: Loop,
-) -> None:
+def _validate_twin(model: nn.Module, patterns: list[Pattern], wanted: _Wanted) -> None:
     """In place of a model on the meta device, rewire and validate a small real one of the same classes."""
     name, make = type(model).__name__, first_given(patterns, "twin")
     if make is None:
@@ -274,6 +267,6 @@ def _validate_twin(
             *(name, error),
         )
         return
-    given: Any = topologies.get("", topologies)
-    compile(twin, given, granularity=granularity, start=start, loop=loop)
+    given = wanted.topologies.get("", wanted.topologies)
+    compile(twin, given, granularity=wanted.granularity, start=wanted.start, loop=wanted.loop)
     log.warning("%s is on the meta device: validated was a small model of the same classes.", name)

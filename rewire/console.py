@@ -7,11 +7,14 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 #: Seconds after which a bar appears.
 DELAY = 2.0
@@ -24,7 +27,14 @@ stderr = Console(stderr=True)
 
 
 class Shown:
-    """What `print`, rich and notebooks show as tables; subclasses have ``__rich_console__``."""
+    """What `print`, rich and notebooks show as tables; subclasses say in `shown` which."""
+
+    def shown(self) -> Iterable[RenderableType]:
+        """Lines and tables, one below the other."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.shown()
 
     def __str__(self) -> str:
         file = io.StringIO()
@@ -34,6 +44,14 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return _html(self, color_system=None)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
+    """A table, whose cells are shown as they are: what is in brackets, too."""
+    made = Table(*titles, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    return made
 
 
 def _html(shown: Any, **settings: Any) -> str:

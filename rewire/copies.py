@@ -58,11 +58,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_can_be_trained(model: nn.Module) -> None:
-    """Refuse a model that was made in `torch.inference_mode`: torch keeps gradients from such tensors for good.
-
-    Raises:
-        RewireError: naming one of them.
-    """
+    """Raise RewireError if a tensor was made in `torch.inference_mode`: torch keeps gradients from such for good."""
     if any(not is_lazy(tensor) and tensor.is_inference() for tensor in _tensors_in([*model.modules()])):
         name = next(name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference())
         raise RewireError(

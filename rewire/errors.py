@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType
 
 
@@ -90,11 +90,7 @@ def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Refuse an argument of another type.
-
-    Raises:
-        TypeError: naming the argument, and both types.
-    """
+    """Raise TypeError if an argument is of another type, naming the argument, and both types."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}.")
 
@@ -103,3 +99,17 @@ def check_positive(option: str, value: float | None, like: float, optional: bool
     """Raise ValueError if ``value`` is no positive number; ``optional``: None is allowed, too."""
     if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
         raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")
+
+
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError if ``value`` is not one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
+
+
+def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:
+    """Raise ValueError if ``value`` is no whole number, or less than ``least``; ``optional``: None is allowed, too."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more{', or None' * optional}.")

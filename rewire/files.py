@@ -86,21 +86,13 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where there is none.
-
-    Raises:
-        RewireError: it is a file.
-    """
+    """Make a folder, and those above it, where there is none. Raises as `check_no_file`."""
     check_no_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_no_file(folder: Path) -> None:
-    """Refuse a file that should be a folder.
-
-    Raises:
-        RewireError: it is one.
-    """
+    """Raise RewireError if what should be a folder is a file."""
     if folder.exists() and not folder.is_dir():
         raise RewireError(f"'{folder}' is a file: give a folder.")
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.copies import M, outside_inference_mode, shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.mixes.history import History
@@ -24,7 +24,7 @@ from rewire.patterns import Pattern, patterns_for
 from rewire.runtime.connection import Connection, connections, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims, QKVInputs, States, materialize
+from rewire.topologies.base import Dims, States, W, reads_of
 from rewire.topologies.frozen import Constants, Frozen, frozen
 from rewire.topologies.program import Edge, Program, branch_of, digraph, edges, fold, matrix, prune, reaching
 
@@ -69,13 +69,11 @@ class FreezeReport(Shown):
     change: float | None
     unmeasured: str = ""
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         moved = f"not measured: {self.unmeasured}" if self.change is None else f"{self.change:.1e} (relative)"
         yield Text(f"Frozen at threshold {self.threshold:g}; change of the outputs: {moved}", style="bold")
-        table = Table("trunk", "edges", "states held", box=box.SIMPLE_HEAD)
-        for trunk in self.trunks:
-            table.add_row(trunk.name, "{} -> {}".format(*trunk.edges), "{} -> {}".format(*trunk.states))
-        yield table
+        rows = ((t.name, "{} -> {}".format(*t.edges), "{} -> {}".format(*t.states)) for t in self.trunks)
+        yield table(("trunk", "edges", "states held"), rows)
         for trunk in self.trunks:
             if trunk.dropped:
                 yield self._dropped(trunk)
@@ -84,15 +82,14 @@ class FreezeReport(Shown):
 
     @staticmethod
     def _dropped(trunk: FrozenTrunk) -> Table:
-        title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
-        table = Table("from", "into", "weight", "reason", box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        strongest = sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
+        rows, strongest = [], sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
         for edge in strongest[:_SHOWN]:
             because = f"{edge.destination} is unused" if edge.unread else "below the threshold"
-            table.add_row(edge.source, edge.destination, f"{edge.weight:.1e}", because)
+            rows.append((edge.source, edge.destination, f"{edge.weight:.1e}", because))
         if len(strongest) > _SHOWN:
-            table.add_row("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped")
-        return table
+            rows.append(("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped"))
+        title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
+        return table(("from", "into", "weight", "reason"), rows, title)
 
 
 @outside_inference_mode
@@ -185,24 +182,27 @@ def constant_program(connection: Connection) -> tuple[Program, Any]:
             "between its residual adds the model scales what is read, or adds to it, and topology "
             f"'{layout.topology.registered_name}' makes no state of that, which a program could name"
         )
-    values = {**connection.values(), **dict(connection.named_buffers())}
-    weights = layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
+    weights = weights_of(connection)
     program = layout.topology.program(weights, layout.dims)
     if not isinstance(layout.topology, Frozen):
         _check_program(layout.topology, weights, layout.dims, program)
     return program, weights
 
 
-def _check_program(topology: Topology, weights: Any, dims: Dims, program: Program) -> None:
-    """Raise where a program is not what the formulas compute: a subclass may have changed these alone.
+def weights_of(connection: Connection) -> Any:
+    """The effective weights of a trunk, on the CPU, without gradients."""
+    values = {**connection.values(), **dict(connection.named_buffers())}
+    layout = connection.layout
+    return layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
 
-    Raises:
-        UnsupportedTopology: they differ.
-    """
+
+def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Program) -> None:
+    """Raise UnsupportedTopology if the formulas compute something else: a subclass may have changed these alone."""
     table = matrix(program)
     made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
     constants = Constants(table, torch.stack(channels) if channels else None)
-    wanted, found = _run(topology, weights, dims), _run(made, constants, dims)
+    given = torch.randn(dims.depth + 1, 2, dims.width or 4, generator=torch.Generator().manual_seed(0))
+    wanted, found = reads_of(topology, weights, given, dims), reads_of(made, constants, given, dims)
     if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' does not compute what its method `program` says, which may be that "
@@ -210,19 +210,7 @@ def _check_program(topology: Topology, weights: Any, dims: Dims, program: Progra
         )
 
 
-def _run(topology: Topology, weights: Any, dims: Dims) -> Tensor:
-    """What the units read, and the output, of a trunk whose input and branches are always the same."""
-    x, *branches = torch.randn(dims.depth + 1, 2, dims.width or 4, generator=torch.Generator().manual_seed(0)).unbind()
-    states, reads = topology.start(x, weights), []
-    for t, branch in enumerate(branches, start=1):
-        read, states = topology.read(states, weights, t)
-        assert not isinstance(read, QKVInputs)
-        reads.append(materialize(read))
-        states = topology.write(states, weights, t, branch)
-    return torch.stack([*reads, topology.finish(states, weights, dims)])
-
-
-def most_held(topology: Topology, weights: Any, dims: Dims) -> int:
+def most_held(topology: Topology[W], weights: W, dims: Dims) -> int:
     """Hidden states that a topology holds between units, at most."""
     x = torch.zeros(1, dims.width or 1)
     states = topology.start(x, weights)

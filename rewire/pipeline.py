@@ -247,10 +247,7 @@ class _Leaves(_Crossing):
                 f"returned no stream, but {type(output).__name__}. It has to return what its last block returns, by "
                 "itself or first in a tuple, and nothing may be computed of it."
             )
-        packed: list[Any] = []
-        for item in items:
-            packed.append(self.boundary.sent(item, self.kept) if isinstance(item, Stream) else item)
-        return tuple(packed)
+        return tuple([self.boundary.sent(item, self.kept) if isinstance(item, Stream) else item for item in items])
 
 
 class _Enters(_Crossing):
@@ -507,10 +504,7 @@ class _Hand(torch.autograd.Function):
     def forward(ctx: Any, boundary: Boundary, kept: Kept, *tensors: Tensor) -> Tensor:
         ctx.boundary, ctx.grads, ctx.alive = boundary, kept.grads, _Alive()  # and no tensors
         kept.graph = weakref.ref(ctx.alive) if any(ctx.needs_input_grad) else None
-        message = boundary.message.packed(
-            [x for x, known in zip(tensors, boundary.known, strict=True) if known is None]
-        )
-        return message
+        return boundary.message.packed([x for x, known in zip(tensors, boundary.known, strict=True) if known is None])
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ have to be summed over the mesh dimensions along which hidden states are sharded
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from rewire.errors import RewireError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+#: Of a DTensor, one for each dimension of its mesh.
+Placements: TypeAlias = tuple[Any, ...]
 
 #: How far behind a tensor the operation is looked for that sharded it: past dropouts, casts and sums.
 FURTHEST = 64
@@ -39,7 +42,7 @@ class Placement:
         self,
         mesh: DeviceMesh,
         sharded: tuple[int, ...],
-        placements: tuple[Any, ...] | None = None,
+        placements: Placements | None = None,
         shape: torch.Size | None = None,
     ) -> None:
         self.mesh, self.sharded, self.placements, self.shape = mesh, sharded, placements, shape
@@ -112,7 +115,7 @@ def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
     """
     from torch.distributed.tensor import Replicate
 
-    placements: tuple[Any, ...] = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    placements: Placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
     placement = Placement(x.device_mesh, _sharded(placements), placements, x.shape)
     if any(placements[number].dim in (channel_dim, channel_dim + x.dim()) for number in placement.sharded):
         raise RewireError(
@@ -124,12 +127,9 @@ def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
 
 
 def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
-    """Refuse a plain tensor that is known to be one rank's part of a hidden state.
+    """Raise RewireError if a plain tensor is known to be one rank's part of a hidden state.
 
     Only its history of gradients tells: what DTensor or a reduce-scatter made of it last.
-
-    Raises:
-        RewireError: saying what to call.
     """
     if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
         return
@@ -139,13 +139,10 @@ def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
 
 
 def check_norm(norm: nn.Module, trunk: str) -> None:
-    """Refuse plain hidden states that a norm reads whose weights are replicated: those of PyTorch's SequenceParallel.
+    """Raise RewireError if a norm reads plain hidden states and has replicated weights: PyTorch's SequenceParallel.
 
     What `check_whole` cannot see: behind layers that are frozen, hidden states have no history. Not while compiling: an
     error there would break the graph, which torch does not survive behind a DTensor's embedding.
-
-    Raises:
-        RewireError: saying what to call.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -180,6 +177,6 @@ def _how_sharded(x: Tensor, channel_dim: int) -> str:
     return ""
 
 
-def _sharded(placements: tuple[Any, ...]) -> tuple[int, ...]:
+def _sharded(placements: Placements) -> tuple[int, ...]:
     """The dimensions of a mesh along which a tensor of these placements is sharded."""
     return tuple(number for number, placement in enumerate(placements) if hasattr(placement, "dim"))

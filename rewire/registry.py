@@ -8,12 +8,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points as installed_entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from rewire.errors import UnknownName, check_type
 
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., object])
+Options: TypeAlias = dict[str, Any]  #: what a factory is called with, by name
 
 
 def _letters(text: str) -> str:
@@ -106,7 +107,7 @@ class Factories(Registry[Callable[..., V]]):
     def descriptions(self) -> dict[str, str]:
         return {name: (inspect.getdoc(factory) or "").split("\n")[0] for name, factory in self.items()}
 
-    def make(self, given: str | V, options: dict[str, Any]) -> V:
+    def make(self, given: str | V, options: Options) -> V:
         """What the factory of that name makes of ``options``, or the object itself.
 
         Raises:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
+#: What a checkpoint has, by name.
+StateDict: TypeAlias = dict[str, Any]
 
 #: Schedules with two backward passes.
 SPLIT_BACKWARD = {"interleavedzerobubble", "zbvzerobubble", "dualpipev"}
@@ -95,8 +97,7 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
             return model
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    made: BaseModel.Config = Rewired(**fields, rewiring=arguments)
-    return made
+    return Rewired(**fields, rewiring=arguments)
 
 
 class TitanConnection(Connection, Module):
@@ -210,7 +211,7 @@ def _rewired_adapter(base: Any) -> Any:
     """
 
     class Adapter(base):
-        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        def to_hf(self, state_dict: StateDict) -> StateDict:
             plain, added = _apart(state_dict)
             self.converted = super().to_hf(plain) | {f"model.{name}": value for name, value in added.items()}
             if self.fqn_to_index_mapping:
@@ -218,9 +219,9 @@ def _rewired_adapter(base: Any) -> Any:
                     self.fqn_to_index_mapping.setdefault(f"model.{name}", 1)
             return self.converted
 
-        def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        def from_hf(self, hf_state_dict: StateDict) -> StateDict:
             plain, added = _apart(hf_state_dict)
-            state_dict: dict[str, Any] = super().from_hf(plain)
+            state_dict: StateDict = super().from_hf(plain)
             return state_dict | {name.removeprefix("model."): value for name, value in added.items()}
 
         def get_hf_storage_reader(self, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +239,7 @@ def _rewired_adapter(base: Any) -> Any:
     return Adapter
 
 
-def _apart(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _apart(state_dict: StateDict) -> tuple[StateDict, StateDict]:
     """What is not of connections, and what is."""
     added = {name: value for name, value in state_dict.items() if CONNECTIONS in name}
     return {name: value for name, value in state_dict.items() if name not in added}, added

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch._library.utils
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+#: A module's table of hooks of one kind, by the number of their handles.
+Hooks: TypeAlias = dict[int, Callable[..., Any]]
 
 #: Containers of tensors, as torch sees them. There is no public module for Python; users are told to use this one.
 pytree = torch.utils._pytree
@@ -47,9 +50,6 @@ CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 
 #: Name of the module that torch.export puts into a graph to check its inputs.
 EXPORT_GUARDS = "_guards_fn"
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -97,17 +97,17 @@ def is_first_of_two(node: Any) -> bool:
     return keeps and not torch._C._will_engine_execute_node(node)
 
 
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> Hooks:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks
 
 
-def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+def forward_pre_hooks(module: nn.Module) -> Hooks:
     """The table of a module's forward pre-hooks."""
     return module._forward_pre_hooks
 
 
-def backward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
     """The tables of a module's backward hooks and backward pre-hooks."""
     return module._backward_hooks, module._backward_pre_hooks
 
@@ -117,7 +117,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)))
 
 
-def global_forward_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+def global_forward_hooks() -> tuple[Hooks, Hooks]:
     """The tables of forward pre-hooks and forward hooks on all modules."""
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 
@@ -125,9 +125,6 @@ def global_forward_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Cal
 def has_global_hooks() -> bool:
     """Whether there are hooks on all modules."""
     return nn.modules.module._has_any_global_hook()
-
-
-# -- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -177,8 +174,6 @@ def writes_to_argument(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
-# -- what else looks on ------------------------------------------------------------------------------------------------
-
 # Looked up once: these are asked for each sum.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _function_modes = getattr(torch._C, "_len_torch_function_stack", None)
@@ -224,9 +219,6 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     If that cannot be told, they are (None, None): there may be some.
     """
     return (None, None) if _top_hooks is None else _top_hooks(True)
-
-
-# -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
@@ -338,9 +330,6 @@ def in_higher_order() -> bool:
         return InstructionTranslator.current_tx().output.current_tracer.parent is not None
     except (ImportError, AttributeError):
         return False
-
-
-# -- others -----------------------------------------------------------------------------------------------------------
 
 
 def running_ddp() -> Any:

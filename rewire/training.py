@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from rewire.init import Roles
 from rewire.init.initializers.mup import Factors, MuP
 from rewire.init.roles import roles as roles_of
 from rewire.runtime.connection import Connection, connections, learned_connections
+
+#: Parameter groups of an optimiser of torch's.
+Groups: TypeAlias = list[dict[str, Any]]
 
 #: What an Adam step moves connection weights by at most, in the units in which they are stored, unless a rate is given:
 #: a softmax whose logits move by 0.3 is at one choice within some tens of steps, and learns no more.
@@ -31,7 +34,7 @@ def parameter_groups(
     muon_lr: float | None = None,
     mup: MuP | None = None,
     roles: Roles | None = None,
-) -> list[dict[str, Any]]:
+) -> Groups:
     """Parameters of ``model`` for a torch optimiser, the connection weights in a group of their own, without decay.
 
     Weight decay would pull them towards 0, which is no neutral value: logits towards equal weights, scales towards
@@ -99,7 +102,7 @@ def parameter_groups(
     matrices = [] if muon_lr is None else _matrices(model)
     learned |= {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in learned]
-    groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
+    groups: Groups = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
     if mup is not None:
         assert roles is not None
         groups = _scaled(model, others, lr, weight_decay, mup, roles)
@@ -115,7 +118,7 @@ def parameter_groups(
 
 def _scaled(
     model: nn.Module, parameters: list[nn.Parameter], lr: float, weight_decay: float, mup: MuP, roles: Roles
-) -> list[dict[str, Any]]:
+) -> Groups:
     """Groups of ``parameters`` by what ``mup`` multiplies their rates, decays and epsilons with."""
     names, found = {id(p): name for name, p in model.named_parameters()}, dict[Factors, list[nn.Parameter]]()
     for p in parameters:
@@ -140,7 +143,7 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return list({id(p): p for p in inside if p.ndim == 2 and id(p) not in tables}.values())
 
 
-def _check(**numbers: Any) -> None:
+def _check(**numbers: object) -> None:
     """Refuse what is no number of 0 or more, as optimisers do."""
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor)):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 
 #: Whether one stream goes on through all passes of blocks that run several times, or begins anew in each.
 Loop: TypeAlias = Literal["continue", "restart"]
@@ -162,7 +161,7 @@ class Report(Shown):
         """Module path -> why a residual add there was left alone, or why the module could not be read."""
         return {one.path: one.why for one in reversed(self.left)}
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         if not self.trunks:
             yield "No residual stream was found."
         for trunk in self.trunks:
@@ -173,10 +172,7 @@ class Report(Shown):
             yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
-            table = Table("module", "reason", "where", box=box.SIMPLE_HEAD)
-            for row in told(self.left):
-                table.add_row(*map(Text, row))
-            yield table
+            yield table(("module", "reason", "where"), told(self.left))
 
     @staticmethod
     def _headline(trunk: Trunk) -> Text:
@@ -187,8 +183,8 @@ class Report(Shown):
 
     @staticmethod
     def _table(trunk: Trunk) -> Table:
-        table = Table("#", "block", "branch", "kind", "followed by", box=box.SIMPLE_HEAD)
+        rows = []
         for number, (site, unit) in enumerate(zip(trunk.sites, trunk.units, strict=True), 1):
             new_block = number == 1 or trunk.units[number - 2] != unit
-            table.add_row(str(number), site.block if new_block else "", site.branch, site.kind, ", ".join(site.post))
-        return table
+            rows.append((number, site.block if new_block else "", site.branch, site.kind, ", ".join(site.post)))
+        return table(("#", "block", "branch", "kind", "followed by"), rows)

@@ -151,6 +151,11 @@ def test_list(run: Run) -> None:
     assert "``" not in output
 
 
+def test_what_is_in_brackets_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewire, "list_patterns", lambda: {"mine": "states [d] apart"})
+    assert "states [d] apart" in run("list").output
+
+
 @pytest.mark.parametrize("kind", ["heatmap", "arcs"])
 def test_plot(run: Run, checkpoint: Path, kind: str) -> None:
     result = run("plot", str(checkpoint), "--kind", kind)

@@ -79,6 +79,29 @@ def on_a_terminal(*command: str, **environment: str) -> tuple[str, str]:
     return out.decode(), written.decode()
 
 
+def test_names_in_brackets_are_shown_as_they_are() -> None:
+    model = Stack(PreNorm)
+    model.odd = torch.nn.ParameterDict({"[red]": torch.nn.Parameter(torch.ones(2, 2))})
+    assert "odd.[red]" in str(rewire.roles(model))
+    assert "odd.[red]" in str(rewire.initialize(model, "zas"))
+
+
+def test_units_in_brackets_are_shown_as_they_are() -> None:
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleDict({"[red]": PreNorm(), "[blue]": PreNorm()})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks.values():
+                x = block(x)
+            return x
+
+    rewired = rewire.compile(Named(), "denseformer", example_inputs=(torch.randn(2, 5, 32),))
+    reports = rewire.inspect(rewired), rewire.diagnose(rewired, torch.randn(2, 5, 32)), rewire.graph(rewired).summary()
+    assert all("[red]" in str(report) for report in reports)
+
+
 @pytest.mark.slow
 def test_what_is_slow_shows_a_bar_on_a_terminal_that_is_gone_afterwards(program: str) -> None:
     out, shown = on_a_terminal(sys.executable, program)

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
+from rewire.copies import Inputs
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
 from rewire.version import __version__
@@ -100,7 +102,7 @@ def side_by_side(
     return {name: Timing(tuple(values), peaks.get(name)) for name, values in seconds.items()}
 
 
-def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:
+def training_step(model: nn.Module, inputs: Inputs) -> Callable[[], None]:
     """Forward and backward of ``model``; the loss is the model's own, else the mean square of its outputs."""
 
     def step() -> None:
@@ -171,7 +173,7 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
         row.append(f"{timing.ratio(timings[baseline]):.3f}")
         if counted:
             row.append("" if timing.peak is None else f"{timing.peak / 2**20:.0f} MiB")
-        result.add_row(*row)
+        result.add_row(*map(Text, row))
     return result
 
 

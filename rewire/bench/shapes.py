@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.copies import Inputs
 from rewire.errors import RewireError, UnknownName, did_you_mean
 
 
@@ -94,7 +95,7 @@ def make_shape(name: str, device: torch.device | str = "cpu", dtype: torch.dtype
     return model.to(dtype).train()
 
 
-def batch_for(model: nn.Module, batch: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_for(model: nn.Module, batch: int, length: int) -> Inputs:
     """Random inputs (args, kwargs) for a model of `make_shape`, or any causal language model of transformers.
 
     Args:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import typer
@@ -39,8 +39,10 @@ Topology = Annotated[
     typer.Option(metavar="NAME[:OPTION=VALUE,..]", help="How to connect the blocks; 'rewire list' shows all names."),
 ]
 _OF_COMPILE = ("granularity", "init", "loop", "start")
+#: Arguments of `rewire.compile`.
+How: TypeAlias = dict[str, Any]
 #: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
-TO_READ: dict[str, Any] = {"start": "paper", "validate": False}
+TO_READ: How = {"start": "paper", "validate": False}
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 #: Options of each command that rewires a model, beside its topology.
 _REWIRING = {

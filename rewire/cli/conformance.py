@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rewire.cli.arguments import Json, imported, usable_device, users_code
 from rewire.conformance.ours import ours
 from rewire.console import progress
 from rewire.errors import RewireError
+from rewire.topologies.registry import value_of
 
 
 @app.command("conformance")
@@ -50,11 +50,9 @@ def conformance_command(
             size = sum(file.stat().st_size for file in files) / 1e6
             typer.echo(f"wrote {len(files)} files, {size:.1f} MB, to {vectors}")
         return
-    if scheme is None and json:
-        output.print_json({"schemes": conformance.list_schemes()})
-        return
     if scheme is None:
-        output.console().print(output.table("schemes", conformance.list_schemes()))
+        known = conformance.list_schemes()
+        output.show(output.table("schemes", known), {"schemes": known}, json)
         return
     options = dict(map(_option, option or []))
     made = ours(scheme, **options) if implementation is None else _made(implementation)
@@ -85,7 +83,4 @@ def _option(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise typer.BadParameter(f"'{text}' is not of the form NAME=VALUE, as in streams=2.")
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return name, value  # a word
+    return name, value_of(value)

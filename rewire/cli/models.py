@@ -15,6 +15,7 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     TO_READ,
+    How,
     Json,
     Model,
     Topology,
@@ -39,7 +40,7 @@ from rewire.patterns import patterns_for
 @rewires
 def inspect_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -60,10 +61,7 @@ def inspect_command(
     loaded, inputs = load_with_inputs(model)
     if html is None:
         report = rewire.inspect(loaded, **how, example_inputs=inputs)
-        if json:
-            output.print_json({"trunks": report.trunks, "left": report.left, "dropped": report.dropped})
-        else:
-            output.console().print(report)
+        output.show(report, {"trunks": report.trunks, "left": report.left, "dropped": report.dropped}, json)
         return
     with progress(f"writing a page about {model}"):
         inputs = known_inputs(loaded, patterns_for(loaded), inputs)
@@ -78,7 +76,7 @@ def inspect_command(
 def source_command(
     model: Model,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it, such as model.layers.0.")],
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
 ) -> None:
@@ -91,7 +89,7 @@ def source_command(
 @rewires
 def diff_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
 ) -> None:
@@ -105,7 +103,7 @@ def diff_command(
 def eject_command(
     model: Model,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
     force: Annotated[
@@ -127,20 +125,16 @@ def list_command(
     json: Json = False,
 ) -> None:
     """List the known topologies, initialisers and architectures, including those of plug-ins."""
-    console = output.console()
-    topologies = rewire.list_topologies(pattern or "*")
+    found = {"Topologies": rewire.list_topologies(pattern or "*")}
+    if not pattern:
+        found["Shapes that bench knows"] = shapes()
+        found["Initialisers"] = rewire.list_initializers()
+        found["Architectures known by name; others are recognised by structure"] = rewire.list_patterns()
     if json:
-        others = {"initialisers": rewire.list_initializers(), "architectures": rewire.list_patterns()}
-        output.print_json({"topologies": topologies, **({} if pattern else {"shapes": shapes(), **others})})
+        output.print_json({title.split()[0].lower(): rows for title, rows in found.items()})
         return
-    console.print(output.table("Topologies", topologies or {"none": ""}))
-    if pattern:
-        return
-    console.print(output.table("Shapes that bench knows", shapes()))
-    console.print(output.table("Initialisers", rewire.list_initializers() or {"none": ""}))
-    console.print(
-        output.table("Architectures known by name; others are recognised by structure", rewire.list_patterns())
-    )
+    for title, rows in found.items():
+        output.console().print(output.table(title, rows or {"none": ""}))
 
 
 @app.command("plot")
@@ -178,7 +172,7 @@ def plot_command(
 @rewires
 def diagnose_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Annotated[
         str | None,
         typer.Option(
@@ -205,10 +199,7 @@ def diagnose_command(
     if topology:
         loaded = rewired_as(loaded, topology, example_inputs=inputs, **TO_READ | how)
     found = rewire.diagnose(loaded, inputs, probes=probes, seed=seed)
-    if json:
-        output.print_json(found)
-    else:
-        output.console().print(found)
+    output.show(found, found, json)
     if out:
         with as_messages(ImportError, OSError, ValueError):
             found.plot(out)
@@ -220,7 +211,7 @@ def diagnose_command(
 @rewires
 def graph_command(
     model: Model,
-    how: dict[str, Any],
+    how: How,
     topology: Topology = "ancre-ingoing",
     batch: Annotated[
         int, typer.Option(min=0, help="Sequences or images over which weights per token are averaged; 0: none.")
@@ -240,10 +231,7 @@ def graph_command(
     if batch and inputs is None:
         inputs = inputs_of(model, loaded, batch, length)
     found = rewire.graph(loaded, inputs if batch else None)
-    if json:
-        output.print_json(nx.node_link_data(found, edges="edges"))
-    else:
-        output.console().print(found.summary())
+    output.show(found.summary(), nx.node_link_data(found, edges="edges"), json)
     if out:
         found.save(out)
         if not json:

@@ -17,7 +17,7 @@ _WIDTH = 120  # of what is written to a file or a pipe
 
 
 def console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, markup=False)  # names may have brackets
     if not console.is_terminal:
         console.width = _WIDTH
     return console
@@ -29,6 +29,11 @@ def print_code(text: str, language: str) -> None:
         terminal.print(Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True))
     else:
         typer.echo(text, nl=False)  # as it is, to be read by programs
+
+
+def show(shown: object, data: Any, as_json: bool) -> None:
+    """Print a result: as it shows itself, or ``data`` as JSON."""
+    print_json(data) if as_json else console().print(shown)
 
 
 def print_json(data: Any) -> None:

@@ -18,6 +18,7 @@ from rewire.cli.arguments import (
     MODEL,
     TO_READ,
     Device,
+    How,
     Json,
     as_messages,
     inputs_of,
@@ -101,7 +102,7 @@ def study_command(
 @rewires
 def bench_command(
     model: Annotated[str, MODEL],
-    how: dict[str, Any],
+    how: How,
     topology: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,10 +139,7 @@ def bench_command(
     with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
         timings = harness.side_by_side(steps, rounds, where, tick=step)
     measured = {"model": model, "batch": batch, "length": length, **harness.as_json(timings)}
-    if json:
-        output.print_json(measured)
-    else:
-        output.console().print(harness.table(timings, "plain"))
+    output.show(harness.table(timings, "plain"), measured, json)
     if out:
         harness.save(out, [measured], where)
     if plot:

@@ -11,12 +11,11 @@ import dataclasses
 import math
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewire.conformance.schemes import Reference
+from rewire.conformance.schemes import Options, Reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Case:
     """
 
     name: str
-    options: Mapping[str, Any]
+    options: Options
     attention: frozenset[int]
     x: Tensor
     weights: dict[str, Tensor]
@@ -83,7 +82,7 @@ class Case:
         return len(self.inner)
 
 
-def cases(reference: Reference, options: Mapping[str, Any]) -> list[Case]:
+def cases(reference: Reference, options: Options) -> list[Case]:
     """The cases of a scheme, with these options."""
     chosen = reference.with_options(options)
     least = max(reference.least, chosen.get("period") or 1)
@@ -91,7 +90,7 @@ def cases(reference: Reference, options: Mapping[str, Any]) -> list[Case]:
     return [_made(reference, name, kind, chosen) for name, kind in kinds.items()]
 
 
-def _made(reference: Reference, name: str, kind: Kind, options: Mapping[str, Any]) -> Case:
+def _made(reference: Reference, name: str, kind: Kind, options: Options) -> Case:
     rng = random.Random(f"{reference.name}/{name}")
     width = kind.width * (options[reference.divides] if reference.divides else 1)
     three = reference.attention and options.get("qkv", True)
@@ -110,7 +109,7 @@ def _made(reference: Reference, name: str, kind: Kind, options: Mapping[str, Any
     )
 
 
-def _spread(reference: Reference, name: str, options: Mapping[str, Any]) -> float:
+def _spread(reference: Reference, name: str, options: Options) -> float:
     spread = reference.spreads.get(name, 1.0)
     if isinstance(spread, str):  # of logits that are divided by a temperature
         return 2.0 ** math.floor(math.log2(options[spread]))

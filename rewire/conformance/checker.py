@@ -13,7 +13,7 @@ from torch import Tensor
 from rewire.conformance.cases import KINDS, Case, cases
 from rewire.conformance.known import Mistake, mistaken, mistakes_of
 from rewire.conformance.running import Implementation, Rounding, of_reference, run
-from rewire.conformance.schemes import Reference, reference
+from rewire.conformance.schemes import Options, Reference, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Report:
 
     scheme: str
     source: str
-    options: Mapping[str, Any]
+    options: Options
     errors: Mapping[torch.dtype, float]
     differences: Sequence[Difference] = ()
     looks_like: Sequence[str] = ()
@@ -271,9 +271,6 @@ def _remark(want: Tensor, got: Tensor | None) -> str:
     if abs(factor) > 1e-3 and abs(factor - 1) > 1e-2 and float((got - factor * want).norm()) < 1e-3 * float(got.norm()):
         return f"it is {factor:.3g} times what it should be"
     return ""
-
-
-# -- names of mistakes -------------------------------------------------------------------------------------------------
 
 
 def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tuple[tuple[str, ...], float]:

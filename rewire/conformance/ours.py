@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from rewire.conformance.running import Branch, Implementation
-from rewire.conformance.schemes import reference
+from rewire.conformance.schemes import Options, reference
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, QKVInputs, materialize
 from rewire.topologies.registry import make_topology, name_and_options
 
 Weights = Mapping[str, Tensor]
 #: From the weights of a reference to those of a topology, by name.
-Packing = Callable[[Weights, Dims, Mapping[str, Any]], dict[str, Tensor]]
+Packing = Callable[[Weights, Dims, Options], dict[str, Tensor]]
 
 
 def ours(scheme: str, **options: Any) -> Implementation:
@@ -32,7 +32,7 @@ def ours(scheme: str, **options: Any) -> Implementation:
     return implementation
 
 
-def topology_of(scheme: str, options: Mapping[str, Any]) -> Topology:
+def topology_of(scheme: str, options: Options) -> Topology:
     """The topology with options of the reference, whose defaults are those of the paper.
 
     Raises:
@@ -68,18 +68,15 @@ def trunk(
     return topology.finish(states, weights, dims)
 
 
-def packed(file: str, weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def packed(file: str, weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     """The weights of a reference as the topology lays them out."""
     return _PACKINGS[file](weights, dims, options)
-
-
-# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 def _renamed(**names: str) -> Packing:
     """Those that have other names alone: ``ours="theirs"``."""
 
-    def packing(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    def packing(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
         return {ours: weights[theirs] for ours, theirs in names.items() if theirs in weights}
 
     return packing
@@ -90,18 +87,18 @@ def _states_read(t: int, block: int | None) -> list[int]:
     return [i for i in range(t) if i % (block or 1) == 0 or i == t - 1]
 
 
-def _stack_read(t: int, options: Mapping[str, Any]) -> int:
+def _stack_read(t: int, options: Options) -> int:
     """How many vectors the stack of read t has."""
     last, block = options.get("last"), options["block"] or 1
     return min(t, last + 2) if last else 1 - (1 - t) // block
 
 
-def _ancre(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _ancre(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     rows = [weights["c"][t - 1, _states_read(t, options["block"])] for t in range(1, dims.depth + 1)]
     return {"logits": torch.cat(rows)}
 
 
-def _denseformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _denseformer(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     dilation, period, block = options["dilation"], options["period"], options["block"]
     rows = []
     for t in range(period, dims.depth + 1, period):
@@ -110,7 +107,7 @@ def _denseformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> di
     return {"alpha": torch.cat(rows)}
 
 
-def _grn(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _grn(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     b, w = list[Tensor](), list[Tensor]()
     for t in range(1, dims.depth + 2):
         size, row = _stack_read(t, options), weights["b"][t - 1]
@@ -121,7 +118,7 @@ def _grn(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, 
     return {"b": torch.cat(b)} | ({"w": torch.cat(w)} if w else {})
 
 
-def _attnres(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _attnres(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     rows = []
     for t in range(2, dims.depth + (1 if options["additive"] else 2)):
         row = weights["w"][t - 2]
@@ -129,7 +126,7 @@ def _attnres(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[s
     return {"queries": torch.cat(rows) if rows else weights["w"].new_zeros(0, weights["w"].shape[-1])}
 
 
-def _muddformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _muddformer(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     static, w1, w2 = list[Tensor](), list[Tensor](), list[Tensor]()
     for t in range(2, dims.depth + 2):
         n, ways = len(_states_read(t, options["block"])), 4 if t in dims.attention else 1
@@ -140,7 +137,7 @@ def _muddformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dic
     return found | ({"before": weights["g"], "after": weights["h"]} if options["norms"] else {})
 
 
-def _hc(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _hc(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     found = {"static": _beside(weights["A_m"], weights["A_r"], weights["B"], dims)}
     if "W_m" in weights:
         found["dynamic"] = _beside(weights["W_m"], weights["W_r"], weights["W_b"], dims)
@@ -157,7 +154,7 @@ def _beside(read: Tensor, carry: Tensor, write: Tensor, dims: Dims) -> Tensor:
     return torch.cat([read if read.dim() == 3 else read[..., None], carry, write[..., None]], -1)
 
 
-def _mhc(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _mhc(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     kinds = ["pre", "post"] + ["res"] * ("b_res" in weights)
     static = [weights[f"b_{kind}"].flatten(1) for kind in kinds]
     dynamic = [weights[f"phi_{kind}"].flatten(2) for kind in kinds]
@@ -187,7 +184,7 @@ def _orders(n: int) -> list[int]:
     return [places[tuple(row.tolist())] for row in permutations(n, torch.device("cpu"))]
 
 
-def _laurel(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _laurel(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     found = {"logits": weights["c"]} if "c" in weights else {}
     if "A" in weights:
         found |= {"down": weights["A"].mT, "up": weights["B"].mT}
@@ -197,12 +194,12 @@ def _laurel(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _review(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _review(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     state, update = weights["W"].mT.chunk(2, dim=-2)
     return {"state": state, "update": update, "bias": weights["b"]}
 
 
-def _lanes(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def _lanes(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
     before = max(0, dims.depth - options["last"])
     found = {"decay": weights["d"], "write": weights["w"][before:]}
     return found | ({"single": weights["w"][:before, 0]} if before else {})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.conformance.cases import Case
-from rewire.conformance.schemes import Reference
+from rewire.conformance.schemes import Options, Reference
 
 #: Called with x [.., D], the weights by name, and the branches; returns the output [.., D].
 Implementation = Callable[[Tensor, Mapping[str, Tensor], Sequence["Branch"]], Tensor]
@@ -114,7 +113,7 @@ def run(
 
 
 def of_reference(
-    reference: Reference, options: Mapping[str, Any], kept: Callable[[Tensor], Tensor] = lambda state: state
+    reference: Reference, options: Options, kept: Callable[[Tensor], Tensor] = lambda state: state
 ) -> Implementation:
     """The reference as an implementation."""
 
@@ -149,7 +148,6 @@ def of_module(
 
     def implementation(x: Tensor, weights: Mapping[str, Tensor], branches: Sequence[Branch]) -> Tensor:
         given = {path: weights[make] if isinstance(make, str) else make(weights) for path, make in names.items()}
-        output: Tensor = torch.func.functional_call(module, given, (x, branches))
-        return output
+        return torch.func.functional_call(module, given, (x, branches))
 
     return implementation

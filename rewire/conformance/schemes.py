@@ -7,11 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from rewire.errors import UnknownName
+
+#: Of a scheme, by name.
+Options: TypeAlias = Mapping[str, Any]
 
 _FOLDER = Path(__file__).parent / "references"
 
@@ -38,8 +41,8 @@ class Reference:
     title: str
     source: str
     file: str
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Options = dataclasses.field(default_factory=dict)
+    defaults: Options = dataclasses.field(default_factory=dict)
     spreads: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     least: int = 1
     divides: str | None = None
@@ -66,7 +69,7 @@ class Reference:
         named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         return {p.name: self.defaults.get(p.name, p.default) for p in named if p.name not in self.fixed}
 
-    def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def with_options(self, given: Options) -> dict[str, Any]:
         """All options, these given.
 
         Raises:
@@ -84,8 +87,7 @@ class Reference:
         taken = inspect.signature(make).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         chosen = {name: value for name, value in options.items() if open_ended or name in taken}
-        found: dict[str, Tensor] = make(depth, width, attention, **chosen)
-        return found
+        return make(depth, width, attention, **chosen)
 
     @property
     def drawn(self) -> dict[str, str]:
@@ -101,8 +103,7 @@ class Reference:
         **options: Any,
     ) -> Tensor:
         """The output [N, D] for ``x`` [N, D]; see `rewire.conformance.references`."""
-        output: Tensor = _functions(self.text, str(self.path))["forward"](x, weights, branches, kept, **options)
-        return output
+        return _functions(self.text, str(self.path))["forward"](x, weights, branches, kept, **options)
 
 
 @functools.cache

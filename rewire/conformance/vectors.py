@@ -14,10 +14,10 @@ from torch import Tensor
 from rewire.conformance.cases import KINDS, Case, cases
 from rewire.conformance.checker import allowed, exactly
 from rewire.conformance.running import Branch, of_reference, run
-from rewire.conformance.schemes import Reference, list_schemes, reference
+from rewire.conformance.schemes import Options, Reference, list_schemes, reference
 
 #: Options of which there are files, beside the paper's.
-VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
+VARIANTS: Mapping[str, tuple[Options, ...]] = {
     "mhc": ({"output": "learned", "eps": 1e-6}, {"output": "mean", "eps": 1e-6, "norm_eps": 1e-5}),
     "attnres": ({"block": 2}, {"qkv": True, "block": 2, "normed": True}),
     "dca": ({"last": 1},),
@@ -93,5 +93,5 @@ def about(known: Reference, case: Case) -> dict[str, Any]:
     }
 
 
-def _called(options: Mapping[str, Any]) -> str:
+def _called(options: Options) -> str:
     return "-".join(f"{name}={value}" for name, value in options.items()) or "paper"

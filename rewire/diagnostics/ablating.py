@@ -8,13 +8,14 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rewire.diagnostics.effects import Effect, What
+from rewire.diagnostics.losses import Loss
 from rewire.diagnostics.outline import about, mean_of, outline_of, preserved
 from rewire.diagnostics.recording import (
     Change,
@@ -32,6 +33,9 @@ from rewire.errors import RewireError, UnsupportedTopology
 from rewire.freezing import constant_program
 from rewire.runtime.connection import Connection, connections
 from rewire.topologies.program import Program, branch_of, learned_terms
+
+#: By destination and source, of each term a weight; None: as it is.
+Weights: TypeAlias = dict[Ends, list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Trunk:
             )
         self.plain = self._plain()
 
-    def _plain(self) -> dict[Ends, list[Any]] | None:
+    def _plain(self) -> Weights | None:
         outline = None if self.refused else preserved(self.layout.topology, self.layout.dims)
         plain = None if outline is None else _weights(outline.program)
         return plain if plain and {*plain} == {*self.weights} else None
@@ -125,7 +129,7 @@ class Trunk:
             found.append(end if way is None else weight.lerp(end, way.to(weight)))
         return found
 
-    def changes(self, part: Part, plain: bool) -> dict[Ends, list[Any]]:
+    def changes(self, part: Part, plain: bool) -> Weights:
         """By destination and source, new weights of its terms; None: as it is, of a shortcut kept beside them."""
         if part.what == "unit":
             return {ends: [0.0] * len(terms) for ends, terms in self.weights.items() if ends[1] == part.source}
@@ -152,7 +156,7 @@ class Trunk:
 
     def set(
         self,
-        changes: dict[Ends, list[Any]],
+        changes: Weights,
         copied: nn.Module,
         unit: int | None = None,
         moved: Mapping[Ends, Tensor] | None = None,
@@ -200,7 +204,7 @@ class Bench:
         model: nn.Module,
         learned: Mapping[str, Connection],
         batches: Sequence[Any],
-        loss: Callable[[Any, Any], Tensor],
+        loss: Loss,
         at_once: int,
         seed: int,
     ) -> None:
@@ -275,7 +279,7 @@ class Bench:
         trunk.set({}, self.copied)
         return (total / len(self.batches)).tolist()
 
-    def _moved(self, trunk: Trunk, changes: Sequence[dict[Ends, list[Any]]], moved: Tensor) -> Any:
+    def _moved(self, trunk: Trunk, changes: Sequence[Weights], moved: Tensor) -> Any:
         """The model with weights so far on the way to each of these changes."""
         if trunk.terms is None:
             on_the_way = {ends: way for new, way in zip(changes, moved, strict=True) for ends in new}
@@ -357,15 +361,15 @@ class _Skips:
         return [torch.zeros_like(branch) for branch in branches] if t in self.off else branches
 
 
-def _same(some: Mapping[Ends, list[Any]], all_: Mapping[Ends, list[Any]]) -> bool:
+def _same(some: Weights, all_: Weights) -> bool:
     """Whether the terms of the former have the same weights in the latter."""
     pairs = (pair for ends, weights in some.items() for pair in zip(weights, all_[ends], strict=True))
     return all(a is None or b is None or bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) for a, b in pairs)
 
 
-def _weights(program: Program) -> dict[Ends, list[Any]]:
+def _weights(program: Program) -> Weights:
     """By destination and source, the weights of the terms."""
-    found: dict[Ends, list[Any]] = {}
+    found: Weights = {}
     for line, term, _ in learned_terms(program):
         found.setdefault((line.target, term.source), []).append(term.weight)
     return found

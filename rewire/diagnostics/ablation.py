@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
 from rewire.console import progress
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.effects import Ablation, What
-from rewire.diagnostics.losses import loss_of_model
+from rewire.diagnostics.losses import Loss, loss_of_model
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import learned_connections
@@ -22,7 +22,7 @@ def ablate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    loss: Callable[[Any, Any], Tensor] = loss_of_model,
+    loss: Loss = loss_of_model,
     of: Sequence[What] | None = None,
     seconds: float | None = None,
     at_most: int | None = None,

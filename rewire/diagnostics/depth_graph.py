@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.errors import RewireError
 from rewire.files import whole
 from rewire.topologies.program import reaching
@@ -55,8 +54,6 @@ class DepthGraph(nx.DiGraph):
     What is not known (weights on the meta device, bytes of an unknown width, the spread without a batch) is None.
     """
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     @property
     def trunks(self) -> list[str]:
         """Names of the trunks."""
@@ -71,8 +68,7 @@ class DepthGraph(nx.DiGraph):
         nodes = [node for node, name in self.nodes(data="trunk") if name == trunk]
         if not nodes:
             raise KeyError(f"there is no trunk '{trunk}': the graph has {', '.join(self.trunks)}.")
-        part: DepthGraph = self.subgraph(nodes).copy()
-        return part
+        return self.subgraph(nodes).copy()
 
     def units(self) -> list[str]:
         """The nodes that are units, in order."""
@@ -81,8 +77,6 @@ class DepthGraph(nx.DiGraph):
     def outputs(self) -> list[str]:
         """The nodes that are outputs of trunks."""
         return [node for node, output in self.nodes(data="output") if output]
-
-    # -- what is used --------------------------------------------------------------------------------------------------
 
     def unused(self, threshold: float = 0.0) -> list[str]:
         """States, reads and units of which nothing comes to a trunk's output.
@@ -132,18 +126,15 @@ class DepthGraph(nx.DiGraph):
         logs: dict[str, torch.Tensor] = {}  # of each node, by length, the sum over paths; logarithms do not overflow
         for node in nx.topological_sort(part):
             given = [(source, abs(weight)) for source, _, weight in part.in_edges(node, data="weight") if weight]
+            lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
             if part.nodes[node]["at"] == 0:
-                lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
                 lengths[0] = 0.0
             elif given:
                 weights = torch.tensor([weight for _, weight in given], dtype=torch.float64).log()
                 lengths = (torch.stack([logs[source] for source, _ in given]) + weights[:, None]).logsumexp(0)
-            else:
-                lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
             logs[node] = lengths.roll(1) if part.nodes[node]["role"] == "unit" else lengths
         (output,) = part.outputs()
-        shares: list[float] = logs[output].softmax(0).nan_to_num(0.0).tolist()
-        return shares
+        return logs[output].softmax(0).nan_to_num(0.0).tolist()
 
     def effective_depth(self, trunk: str) -> float:
         """The mean of `path_lengths`: units on a path from the trunk's input to its output.
@@ -193,8 +184,6 @@ class DepthGraph(nx.DiGraph):
         if any(weight is None for *_, weight in self.edges(data="weight")):
             raise RewireError("the model was on the meta device: its weights are not known.")
 
-    # -- shown ---------------------------------------------------------------------------------------------------------
-
     def summary(self) -> Summary:
         """What printing shows: for each unit what it depends on, and what of each trunk is unused."""
         return Summary(self)
@@ -241,7 +230,7 @@ class Summary(Shown):
     def __init__(self, graph: DepthGraph) -> None:
         self.graph = graph
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         for trunk in self.graph.trunks:
             yield from self._trunk(self.graph.of(trunk))
 
@@ -262,7 +251,7 @@ class Summary(Shown):
 
     @staticmethod
     def _table(part: DepthGraph, known: bool, cuts: list[Cut]) -> Table:
-        table = Table("unit", "path", "kind", "reads, largest weights first", "held after it", box=box.SIMPLE_HEAD)
+        rows = []
         for unit, cut in zip([*part.units(), *part.outputs()], [*cuts[1:], None], strict=True):
             data = part.nodes[unit]
             seen = part.dependencies(unit) if known else {}
@@ -270,14 +259,10 @@ class Summary(Shown):
             text = ", ".join(f"{part.nodes[node]['value']} {weight:.2g}" for node, weight in largest)
             more = f" and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
             is_unit = data["role"] == "unit"
-            table.add_row(
-                str(data["at"]) if is_unit else "",
-                data["path"] if is_unit else "output",
-                data["kind"] if is_unit else "",
-                text + more,
-                "" if cut is None else _told([part.nodes[node]["value"] for node in cut.states]),
-            )
-        return table
+            held = "" if cut is None else _told([part.nodes[node]["value"] for node in cut.states])
+            named = (data["at"], data["path"], data["kind"]) if is_unit else ("", "output", "")
+            rows.append((*named, text + more, held))
+        return table(("unit", "path", "kind", "reads, largest weights first", "held after it"), rows)
 
 
 _SHOWN = 4  # of what a unit sees, in a printed table

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 
 if TYPE_CHECKING:
     from rewire.diagnostics.depth_graph import DepthGraph
@@ -123,9 +122,7 @@ class Ablation(Shown):
             else:
                 graph.nodes[node].update(values)
 
-    # -- shown ---------------------------------------------------------------------------------------------------------
-
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         known = f", {len(self.effects)} of {self.asked} measured" if len(self.effects) < self.asked else ""
         yield Text(f"Loss {self.loss:.4f}; how much it rises without a part, each alone{known}", style="bold")
         if self.units:
@@ -141,26 +138,20 @@ class Ablation(Shown):
             yield Text(f"Sets of weights ran in turn, not at once: {self.in_turn}", overflow="fold")
 
     def _units(self) -> Table:
-        table = Table("trunk", "unit", "path", "without", box=box.SIMPLE_HEAD)
-        for unit in self.units:
-            table.add_row(unit.trunk, unit.source[1:], unit.path, _signed(unit.without))
-        return table
+        rows = ((unit.trunk, unit.source[1:], unit.path, _signed(unit.without)) for unit in self.units)
+        return table(("trunk", "unit", "path", "without"), rows)
 
     def _sources(self) -> Table:
-        table = Table("trunk", "source", "without", "as in the plain network", box=box.SIMPLE_HEAD)
-        for source in self.sources:
-            table.add_row(source.trunk, source.source, _signed(source.without), _signed(source.plain))
-        return table
+        rows = ((one.trunk, one.source, _signed(one.without), _signed(one.plain)) for one in self.sources)
+        return table(("trunk", "source", "without", "as in the plain network"), rows)
 
     def _edges(self) -> Table:
         title = f"The {_SHOWN} of {len(self.edges)} edges that count most" if len(self.edges) > _SHOWN else None
-        table = Table("trunk", "from", "into", "weight", "without", "as in the plain network", box=box.SIMPLE_HEAD)
-        table.title, table.title_justify = title, "left"
+        rows = []
         for edge in self.strongest(min(_SHOWN, len(self.edges))):
             weight = "" if edge.weight is None else f"{edge.weight:.3g}"
-            values = _signed(edge.without), _signed(edge.plain)
-            table.add_row(edge.trunk, edge.source, edge.destination, weight, *values)
-        return table
+            rows.append((edge.trunk, edge.source, edge.destination, weight, _signed(edge.without), _signed(edge.plain)))
+        return table(("trunk", "from", "into", "weight", "without", "as in the plain network"), rows, title)
 
     def _told(self) -> Text:
         found = self.correlation()
@@ -170,11 +161,7 @@ class Ablation(Shown):
 
 
 def check_ablation(given: object) -> None:
-    """Refuse what `rewire.ablate` has not returned.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError if it is not what `rewire.ablate` has returned, or None."""
     if given is not None and not isinstance(given, Ablation):
         raise TypeError(f"ablation must be what rewire.ablate returned, not {type(given).__name__}.")
 

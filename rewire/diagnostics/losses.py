@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
+
+#: Of a model and a batch, a scalar.
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 def loss_of_model(model: nn.Module, batch: Any) -> Tensor:

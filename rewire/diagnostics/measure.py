@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from rewire.console import Shown, progress
+from rewire.console import Shown, progress, table
 from rewire.copies import Inputs, seeded, uncompiled
 from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
 from rewire.diagnostics.signals import (
@@ -25,6 +24,7 @@ from rewire.diagnostics.signals import (
     SiteSignals,
     TrunkSignals,
     mean_squared_singular_value,
+    precise,
 )
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.validating.tensors import tensors_in
@@ -47,7 +47,7 @@ class Diagnosis(Shown):
     loss: float
     unreached: tuple[str, ...] = ()
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         for trunk in self.trunks:
             yield Text(_headline(trunk), style="bold", overflow="fold")
             yield _table(trunk)
@@ -176,7 +176,7 @@ def _gradients(value: Tensor, copy: nn.Module, records: Sequence[Record]) -> lis
                 wanted[id(x)] = x
     found = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
     norms = {
-        key: 0.0 if g is None else float(torch.linalg.vector_norm(_precise(g)))
+        key: 0.0 if g is None else float(torch.linalg.vector_norm(precise(g)))
         for key, g in zip(wanted, found, strict=True)
     }
     return [
@@ -227,7 +227,7 @@ def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSig
             kind=site.kind,
             stream=_norm(hidden[t], dim),
             branch=_norm(total(run.branches[t]).detach(), dim),
-            update=_norm(_precise(hidden[t + 1]) - _precise(hidden[t]), dim),
+            update=_norm(precise(hidden[t + 1]) - precise(hidden[t]), dim),
             cosine=1 - _influence(hidden[t], hidden[t + 1], dim),
             gradient=gradients.branches[t],
             weight_gradient=gradients.weights[t],
@@ -259,17 +259,13 @@ def _hidden(run: Run) -> list[Tensor]:
     return [*(read.detach() for _, read in sorted(run.reads.items())), run.output.detach()]
 
 
-def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _norm(x: Tensor, dim: int) -> float:
-    return float(torch.linalg.vector_norm(_precise(x), dim=dim).mean())
+    return float(torch.linalg.vector_norm(precise(x), dim=dim).mean())
 
 
 def _influence(a: Tensor, b: Tensor, dim: int) -> float:
     """``1 - cos(a, b)``, averaged over all positions, as half the squared distance of the unit vectors."""
-    distance = F.normalize(_precise(a), dim=dim) - F.normalize(_precise(b), dim=dim)
+    distance = F.normalize(precise(a), dim=dim) - F.normalize(precise(b), dim=dim)
     return float(distance.square().sum(dim).mean() / 2)
 
 
@@ -282,12 +278,12 @@ def _headline(trunk: TrunkSignals) -> str:
 
 
 def _table(trunk: TrunkSignals) -> Table:
-    table = Table("#", "branch", "kind", box=box.SIMPLE_HEAD)
+    made = table(("#", "branch", "kind"), ())
     for name in ("stream", "branch", "update", "cosine", "gradient", "weight gradient"):
-        table.add_column(name, justify="right")
+        made.add_column(name, justify="right")
     for number, site in enumerate(trunk.sites, start=1):
         values = (site.stream, site.branch, site.update)
-        name = site.name.removeprefix(f"{trunk.name}.")
+        branch = Text(site.name.removeprefix(f"{trunk.name}."))
         gradients = ("" if g is None else f"{g:.3g}" for g in (site.gradient, site.weight_gradient))
-        table.add_row(str(number), name, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
-    return table
+        made.add_row(str(number), branch, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
+    return made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from rewire.diagnostics.signals import TrunkSignals
 from rewire.plotting import plot_heatmap
 from rewire.runtime.connection import coefficients, connections
 
+Values: TypeAlias = dict[str, float | Tensor]  #: by name
 #: Called with values by name and the number of the step.
-Log = Callable[[dict[str, Any], int], object]
+Log = Callable[[Values, int], object]
 
 
 class Monitor:
@@ -103,7 +104,7 @@ class Monitor:
             number: of the step, from 1, if the caller counts itself (after resuming, say).
         """
         self.count = self.count + 1 if number is None else number
-        values: dict[str, Any] = {}
+        values: Values = {}
         if self.count % self.every == 0:
             for trunk, matrix in self._coefficients().items():
                 values |= _named(
@@ -149,7 +150,7 @@ class Monitor:
         return coefficients(self.model) if connections(self.model) else {}
 
 
-def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+def _named(prefix: str, values: Mapping[str, float | Tensor]) -> Values:
     return {f"rewire/{prefix}/{name}": value for name, value in values.items()}
 
 
@@ -207,7 +208,7 @@ class _Writer:
     def __init__(self, writer: Any) -> None:
         self.writer = writer
 
-    def __call__(self, values: dict[str, Any], step: int) -> None:
+    def __call__(self, values: Values, step: int) -> None:
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self.writer.add_image(name, _picture(value), step, dataformats="HWC")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.freezing import weights_of
 from rewire.runtime.connection import Connection
 from rewire.topologies import Dense, DenseIncrements, Dims, Topology
 from rewire.topologies.frozen import Frozen
@@ -43,9 +44,7 @@ def outline_of(connection: Connection) -> Outline:
     layout = connection.layout
     if any(p.is_meta for p in (*connection.parameters(), *connection.buffers())):
         return started(layout.topology, layout.dims)
-    values = {**connection.values(), **dict(connection.named_buffers())}
-    weights = layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
-    return outline(layout.topology, weights, layout.dims)
+    return outline(layout.topology, weights_of(connection), layout.dims)
 
 
 def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:

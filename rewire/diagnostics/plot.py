@@ -33,7 +33,6 @@ def plot_signals(trunks: Sequence[TrunkSignals], path: Path) -> None:
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: there are no trunks.
     """
     if not trunks:

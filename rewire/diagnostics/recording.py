@@ -18,6 +18,7 @@ from rewire.attributes import REGISTERED_NAME
 from rewire.copies import seeded, shared, uncompiled
 from rewire.diagnostics.observing import called, inputs_of, own_buffers
 from rewire.diagnostics.outline import Outline
+from rewire.diagnostics.signals import precise
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.autograd import plainly
 from rewire.mixes.streams import read_streams
@@ -26,7 +27,7 @@ from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, QKVInputs, Start, materialize, total
 from rewire.topologies.frozen import Constants, Frozen, coded
-from rewire.topologies.program import Line, PerChannel, Program, Term, Weight, learned_terms, mapped, operands
+from rewire.topologies.program import Line, PerChannel, Program, Weight, learned_terms, operands, with_weights
 
 #: Destination and source of an edge.
 Ends = tuple[str, str]
@@ -116,7 +117,7 @@ def replace(
     rederive(copied, trunk, base, lines=lines, change=change, only=lines if only is None else only)
 
 
-def rederive(copied: nn.Module, trunk: str, base: type, **attributes: Any) -> None:
+def rederive(copied: nn.Module, trunk: str, base: type, **attributes: object) -> None:
     """Give a trunk of this copy its topology with methods of ``base`` in place of its own."""
     connection = connections(copied)[trunk]
     layout = copy.copy(connection.layout)
@@ -124,7 +125,7 @@ def rederive(copied: nn.Module, trunk: str, base: type, **attributes: Any) -> No
     connection.layout = layout
 
 
-def derived(topology: Topology, base: type, **attributes: Any) -> Topology:
+def derived(topology: Topology, base: type, **attributes: object) -> Topology:
     """The topology with methods of ``base`` in place of its own."""
     cls = type(topology)
     made: Topology = object.__new__(type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
@@ -169,7 +170,7 @@ class _Mixes(Topology):
         value: Any = super().mix(history, weights, t)  # type: ignore[misc]
         if all(new is None for new in changed.values()):
             return value
-        given, middle = [*map(_precise, history.states)], self._middle(t, history)
+        given, middle = [*map(precise, history.states)], self._middle(t, history)
         given = [given[0], *([total(tuple(given[middle]))] if given[middle] else []), *given[middle.stop :]]
         ways = [
             self._moved(materialize(own), factors.get(id(way), []), changed.get(id(way)), given)
@@ -180,14 +181,14 @@ class _Mixes(Topology):
     def _moved(self, own: Tensor, old: list[Tensor], new: Sequence[Tensor] | None, sources: list[Tensor]) -> Tensor:
         """The read itself, whose weights depend on states, and what the others that are set make different."""
         apart = [(b - a, x) for a, b, x in zip(old, new or (), sources, strict=new is not None) if b is not a]
-        return (_precise(own) + added_up(*zip(*apart, strict=True))).to(own.dtype) if apart else own
+        return (precise(own) + added_up(*zip(*apart, strict=True))).to(own.dtype) if apart else own
 
     def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
         """A read, and by the identity of each of its ways what the sources are multiplied with, [..., D].
 
         Gradients at weights that are constants: where the sum of the products is not the read, these were none.
         """
-        leaves = [_precise(state.detach()).requires_grad_() for state in history.states]
+        leaves = [precise(state.detach()).requires_grad_() for state in history.states]
         history.states = tuple(leaves)
         with torch.enable_grad(), _Constant():
             read = super().mix(history, weights, t)  # type: ignore[misc]
@@ -212,12 +213,7 @@ class _Mixes(Topology):
         return slice(1, 2 + len(history.states) - len(self.lines[f"r{t}"]))
 
 
-def _precise(x: Tensor) -> Tensor:
-    """In float32 at least: weights are not rounded to less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def ways_of(read: Any) -> list[Tensor]:
+def ways_of(read: Tensor | QKVInputs) -> list[Tensor]:
     """The inputs of queries, keys and values and the residual, or the only one."""
     return [read.q, read.k, read.v, read.residual] if isinstance(read, QKVInputs) else [read]
 
@@ -263,8 +259,7 @@ class _Streams(Topology):
 
     def finish(self, states: Any, weights: Any, dims: Any) -> Tensor:
         if weights.last is None:
-            result: Tensor = super().finish(states, weights, dims)  # type: ignore[safe-super]
-            return result
+            return super().finish(states, weights, dims)  # type: ignore[safe-super]
         values, streams, claim = self.values(states[0], weights.last)  # type: ignore[attr-defined]
         read = self._columns("out", self.reading(values))  # type: ignore[attr-defined]
         return materialize(read_streams(streams, read, claim)[0])
@@ -302,11 +297,9 @@ class Wired(Frozen):
     ) -> Tensor:
         """In operations that `torch.func.vmap` knows, and like a mix in float32 at least."""
         sources, factors, _ = operands(line, values, own, branches)
-        dtype = functools.reduce(torch.promote_types, [x.dtype for x in sources])
-        precise, rows = torch.promote_types(dtype, torch.float32), weights.channels
+        dtype, rows = functools.reduce(torch.promote_types, [x.dtype for x in sources]), weights.channels
         assert rows is not None
-        products = [x.to(precise) * rows[w.row] for x, w in zip(sources, factors, strict=True)]  # type: ignore[union-attr]
-        return functools.reduce(torch.add, products).to(dtype)
+        return added_up([rows[w.row] for w in factors], [*map(precise, sources)]).to(dtype)  # type: ignore[union-attr]
 
 
 class Terms:
@@ -331,12 +324,9 @@ class Terms:
     def topology(self, of: str) -> Wired:
         """What runs the program; its buffer is to have `values`."""
         numbers = iter(range(len(self.values)))
-
-        def numbered(line: Line, own: str) -> Line:
-            return Line(line.target, tuple(Term(source, PerChannel(next(numbers))) for source, *_ in line.terms))
-
+        numbered = with_weights(self.program, lambda weight: PerChannel(next(numbers)))
         width = self.values.shape[1] if self.values.dim() > 1 else 0
-        return Wired(of, coded(mapped(self.program, numbered)), [0, 0], width)
+        return Wired(of, coded(numbered), [0, 0], width)
 
     def set(self, changes: Mapping[Ends, Any]) -> Tensor:
         """The weights with others: by destination and source, for each term of these ends one; None: as it is."""

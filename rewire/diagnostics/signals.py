@@ -152,7 +152,9 @@ def mean_squared_singular_value(
         y = function(x.clone())  # which it may write to
         exact = y.numel() < EXACT_BELOW
         directions = _rows(y) if exact else _signs(y, probes, seed)
-        squares = [float(_square(torch.autograd.grad(y, x, v, retain_graph=True)[0])) for v in directions]
+        squares = [
+            float(precise(torch.autograd.grad(y, x, v, retain_graph=True)[0]).square().sum()) for v in directions
+        ]
     values = min(x.numel(), y.numel())
     if exact:
         return Chi(sum(squares) / values, 0.0, 0)
@@ -160,8 +162,9 @@ def mean_squared_singular_value(
     return Chi(statistics.fmean(squares) / values, error, probes)
 
 
-def _square(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum()
+def precise(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rows(y: Tensor) -> Iterator[Tensor]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
 import rewire.compiler as compiler
-from rewire.console import Shown, progress
+from rewire.console import Shown, progress, table
 from rewire.diagnostics.ablating import Bench, Part
-from rewire.diagnostics.losses import loss_of_model
-from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology
+from rewire.diagnostics.losses import Loss, loss_of_model
+from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology, check_choice
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, learned_connections
 from rewire.topologies import Topology
@@ -27,6 +25,7 @@ from rewire.topologies.registry import name_and_options, named_topology
 from rewire.topologies.wiring import OUTPUT
 
 _SHOWN = 12  # connections in a printed report
+AnyDense: TypeAlias = Dense[Any] | DenseIncrements[Any]
 #: What connections are ranked by.
 Score = Literal["loss", "gradient", "weight"]
 
@@ -114,21 +113,18 @@ class Sparsity(Shown):
             raise ValueError(f"k={k}: there are {len(self.candidates)} connections that can be kept.")
         return k
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         yield Text(
             f"Connections of '{self.trunk}' by score; the loss with all of them is {self.loss:.4f}", style="bold"
         )
-        table = Table("", "from", "into", "weight", "score", box=box.SIMPLE_HEAD)
+        ranked = table(("", "from", "into", "weight", "score"), ())
         for number, found in enumerate(self.candidates[: max(self.keep, _SHOWN)], start=1):
             into = found.unit if found.unit == OUTPUT else f"unit {found.unit}"
             weight = "" if found.weight is None else f"{found.weight:.3g}"
             style = "" if number <= self.keep else "dim"
-            table.add_row(str(number), f"x{found.source}", str(into), weight, f"{found.score:+.2e}", style=style)
-        yield table
-        curve = Table("kept", "loss", "hidden states held", box=box.SIMPLE_HEAD)
-        for point in self.curve:
-            curve.add_row(str(point.k), f"{point.loss:.4f}", str(point.states))
-        yield curve
+            ranked.add_row(str(number), f"x{found.source}", str(into), weight, f"{found.score:+.2e}", style=style)
+        yield ranked
+        yield table(("kept", "loss", "hidden states held"), ((p.k, f"{p.loss:.4f}", p.states) for p in self.curve))
         yield Text(
             "The model was trained with all connections; losses with fewer are of the same weights, not trained "
             "again. What few connections are worth tells a training run from their start.",
@@ -141,7 +137,7 @@ def sparsify(
     batches: Iterable[Any],
     *,
     keep: int,
-    loss: Callable[[Any, Any], Tensor] = loss_of_model,
+    loss: Loss = loss_of_model,
     by: Score = "loss",
     trunk: str | None = None,
     at_once: int = 8,
@@ -178,8 +174,7 @@ def sparsify(
         >>> found = rewire.sparsify(rewired, [x], keep=2, loss=lambda model, batch: model(batch).square().mean())
         >>> few = found.compile(rewire.restore(rewired), example_inputs=(x,))
     """
-    if by not in get_args(Score):
-        raise ValueError(f"by={by!r}: it has to be one of {', '.join(map(repr, get_args(Score)))}.")
+    check_choice("by", by, get_args(Score))
     learned = learned_connections(model, "there is nothing to sparsify")
     check_unwrapped(model)
     check_loaded(model, "sparsified")
@@ -227,7 +222,7 @@ def _named(trunk: str | None, learned: Mapping[str, Connection]) -> str:
     raise UnknownName(f"{told}: pass trunk= one of {known}.")
 
 
-def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
+def _dense(connection: Connection) -> AnyDense:
     topology: Topology = connection.layout.topology
     if not isinstance(topology, Dense | DenseIncrements):
         raise UnsupportedTopology(
@@ -244,7 +239,7 @@ def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
     return topology
 
 
-def _wanted(topology: Dense[Any] | DenseIncrements[Any], dims: Dims) -> set[tuple[int | str, int]]:
+def _wanted(topology: AnyDense, dims: Dims) -> set[tuple[int | str, int]]:
     """The unit and source of each connection that can be left out."""
     newest = 1 if isinstance(topology, Dense) else 0
     return {

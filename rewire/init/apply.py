@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 from torch import Generator, Tensor, nn
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.errors import check_type
 from rewire.init.registry import Initializer, Rule, make_initializer
 from rewire.init.roles import roles as roles_of
 from rewire.init.table import Roles, Weight
+from rewire.placement import is_dtensor
 
 _META = "on the meta device: call initialize again after to_empty"
 
@@ -39,17 +38,12 @@ class InitReport(Shown):
         """Whether parameters were left alone because they are on the meta device."""
         return any(reason == _META for _, reason in self.kept)
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
-        table = Table("parameter", "role", "values", "rule", box=box.SIMPLE_HEAD)
-        for weight, rule in self.applied:
-            table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), rule)
-        yield table
+    def shown(self) -> Iterator[RenderableType]:
+        applied = ((w.name, w.role, " x ".join(map(str, w.shape)), rule) for w, rule in self.applied)
+        yield table(("parameter", "role", "values", "rule"), applied)
         if self.kept:
             yield Text("Left as they were", style="bold")
-            table = Table("parameter", "reason", box=box.SIMPLE_HEAD)
-            for name, reason in self.kept:
-                table.add_row(name, reason)
-            yield table
+            yield table(("parameter", "reason"), self.kept)
 
 
 @torch.no_grad()
@@ -136,12 +130,11 @@ def _set(
 
 def _whole(parameter: Any) -> Tensor:
     """All of a parameter, which may be sharded."""
-    whole: Tensor = parameter.full_tensor() if type(parameter.data).__name__ == "DTensor" else parameter.detach()
-    return whole
+    return parameter.full_tensor() if is_dtensor(parameter.data) else parameter.detach()
 
 
 def _store(parameter: Any, values: Tensor) -> None:
-    if type(parameter.data).__name__ != "DTensor":
+    if not is_dtensor(parameter.data):
         parameter.copy_(values)
         return
     from torch.distributed.tensor import distribute_tensor

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Generator, Tensor
 
 from rewire.init.table import MATRICES, Roles, Weight
-from rewire.registry import Factories
+from rewire.registry import Factories, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,10 @@ class Rule:
 
 
 class Initializer(abc.ABC):
-    """A rule from role and shape to values. Subclasses are frozen dataclasses: their fields are the options.
+    """A rule from role and shape to values.
+
+    Subclasses are frozen dataclasses: their fields are the options, and a value that their docstring does not allow
+    raises `ValueError`.
 
     Example:
         >>> from rewire.init import Rule
@@ -102,6 +105,6 @@ def list_initializers() -> dict[str, str]:
     return _FACTORIES.descriptions()
 
 
-def make_initializer(init: str | Initializer, options: dict[str, Any]) -> Initializer:
+def make_initializer(init: str | Initializer, options: Options) -> Initializer:
     """The initialiser of that name with ``options``, or the object itself. Raises as `Factories.make`."""
     return _FACTORIES.make(init, options)

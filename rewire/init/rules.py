@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 
 from rewire.init.registry import Rule
@@ -42,11 +40,6 @@ def xavier_normal(gain: float) -> Rule:
 def orthogonal() -> Rule:
     """Orthonormal rows or columns (arXiv 1312.6120)."""
     return Rule("orthogonal", lambda values, generator: nn.init.orthogonal_(values, generator=generator))
-
-
-def kaiming_std(fan: int) -> float:
-    """He's standard deviation, of a weight with that many inputs or outputs."""
-    return math.sqrt(2.0 / fan)
 
 
 def constant(value: float) -> Rule:

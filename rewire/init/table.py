@@ -8,12 +8,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from rewire.console import Shown
+from rewire.console import Shown, table
 from rewire.init.layout import StorageLayout
 
 #: Role -> what it means.
@@ -151,9 +149,7 @@ class Roles(Shown):
         """The rows of the parameter ``name``."""
         return tuple(weight for weight in self.weights if weight.name == name)
 
-    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+    def shown(self) -> Iterator[RenderableType]:
         yield Text(f"{len({w.name for w in self})} parameters, {self.branches} branches", style="bold")
-        table = Table("parameter", "role", "values", "reason", box=box.SIMPLE_HEAD)
-        for weight in self:
-            table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), weight.because)
-        yield table
+        rows = ((w.name, w.role, " x ".join(map(str, w.shape)), w.because) for w in self)
+        yield table(("parameter", "role", "values", "reason"), rows)

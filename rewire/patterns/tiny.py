@@ -8,13 +8,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rewire.errors import UnknownName, did_you_mean
 from rewire.version import how_to_install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig as Config
 
 _VOCABULARY = 97
 
@@ -108,7 +111,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 _HEADS = ("SpeechSeq2Seq", "Seq2SeqLM", "CTC", "MaskedLM", "CausalLM", "ImageClassification")
 
 
-def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Any:
+def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Config:
     """A small transformers config of that type: few narrow layers, a small vocabulary, nothing random.
 
     Args:
@@ -148,8 +151,7 @@ def tiny_model(model_type: str, seed: int = 0, **settings: Any) -> nn.Module:
         if make is None:
             raise UnknownName(f"transformers has no model class for '{model_type}'.")
         torch.manual_seed(seed)
-        model: nn.Module = make(config)
-        return model
+        return make(config)
 
 
 def _part(library: Any, config: type) -> Any:
@@ -169,8 +171,8 @@ def tiny_twin(model: nn.Module) -> nn.Module:
 
     Its config has the model's own flags and names (of activations, of kinds of norms), and small sizes.
     """
-    config: Any = model.config
-    cls: Any = type(config)
+    config: Config = model.config
+    cls = type(config)
     flags = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(cls)
@@ -194,7 +196,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
         return library.create_model(name, pretrained=False, **options)
 
 
-def _settings(cls: Any, narrow: bool = True) -> dict[str, Any]:
+def _settings(cls: type[Config], narrow: bool = True) -> dict[str, Any]:
     """Keyword arguments for a tiny config of class ``cls``, those of the configs inside it included."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -211,7 +213,7 @@ def _settings(cls: Any, narrow: bool = True) -> dict[str, Any]:
 _AS_THEY_ARE = {"backbone_config"}
 
 
-def _parts(cls: Any) -> dict[str, Any]:
+def _parts(cls: type[Config]) -> dict[str, Any]:
     """Classes of the configs inside one of class ``cls``: where it takes any, the class of its default."""
     parts = {name: part for name, part in cls.sub_configs.items() if dataclasses.is_dataclass(part)}
     if len(parts) < len(cls.sub_configs):

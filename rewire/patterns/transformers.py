@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from rewire.copies import Inputs, private, seeded
 from rewire.errors import BadExampleInputs
 from rewire.patterns.pattern import Pattern, is_pretrained, register_pattern
 from rewire.patterns.tiny import tiny_twin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig as Config
 
 _SEQUENCE = 12
 
@@ -25,7 +28,7 @@ _WELCOME = {"bbox", "future_values", "future_time_features"}
 
 def example_inputs(model: nn.Module) -> Inputs:
     """Two short random sequences, images or sounds, as the model's config describes them."""
-    config: Any = model.config
+    config: Config = model.config
     main = getattr(model, "main_input_name", "input_ids")
     names = {*([main] if isinstance(main, str) else main)} & _taken(model) | required(model)
     if hasattr(config, "text_config") and hasattr(config, "vision_config"):
@@ -73,7 +76,7 @@ def inputs_named(model: nn.Module, names: set[str]) -> Inputs:
     Raises:
         BadExampleInputs: it is not known what an input of one of these names is.
     """
-    config: Any = model.config
+    config: Config = model.config
     weight = next(model.parameters())
     inputs: dict[str, Any] = {}
     makers = _MAKERS | (_OF_ANY_SIZE if {"grid_thw", "image_grid_thw"} & {*names} else {})
@@ -88,19 +91,19 @@ def inputs_named(model: nn.Module, names: set[str]) -> Inputs:
     return (), inputs
 
 
-def _token_ids(config: Any) -> torch.Tensor:
+def _token_ids(config: Config) -> torch.Tensor:
     text = getattr(config, "text_config", None) or config
     words = _said(text, "vocab_size", "decoder_vocab_size", "codebook_size", "audio_vocab_size") or 64
     ids = torch.randint(3, words, (2, _SEQUENCE), generator=_generator())
     return ids.masked_fill(ids == (getattr(text, "pad_token_id", None) or 0), 3)
 
 
-def _boxes(config: Any) -> torch.Tensor:
+def _boxes(config: Config) -> torch.Tensor:
     corners = torch.randint(0, 32, (2, _SEQUENCE, 2), generator=_generator())
     return torch.cat([corners, corners + 8], dim=-1)
 
 
-def _pixels(config: Any) -> torch.Tensor:
+def _pixels(config: Config) -> torch.Tensor:
     vision = _vision(config)
     size = _said(vision, "image_size", "img_size") or 64
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
@@ -108,35 +111,35 @@ def _pixels(config: Any) -> torch.Tensor:
     return _noise(2, *frames, _channels(vision), height, width)
 
 
-def _frames(config: Any) -> torch.Tensor:
+def _frames(config: Config) -> torch.Tensor:
     vision = _vision(config)
     size = _said(vision, "image_size", "crop_size") or 64
     frames = _said(vision, "num_frames", "frames_per_clip") or 4
     return _noise(2, frames, _channels(vision), size, size)
 
 
-def _patches(config: Any) -> torch.Tensor:
+def _patches(config: Config) -> torch.Tensor:
     """Patches of images, one below the other, for vision encoders that take images of any size."""
     vision = _vision(config)
     values = _channels(vision) * vision.patch_size**2 * (getattr(vision, "temporal_patch_size", None) or 1)
     return _noise(int(_grid(config).prod(-1).sum()), values)
 
 
-def _grid(config: Any) -> torch.Tensor:
+def _grid(config: Config) -> torch.Tensor:
     """Time, height and width in patches, of two images."""
     side = 2 * (getattr(_vision(config), "spatial_merge_size", None) or 2)
     return torch.tensor([[1, side, side]] * 2)
 
 
-def _vision(config: Any) -> Any:
+def _vision(config: Config) -> Config:
     return getattr(config, "vision_config", None) or config
 
 
-def _channels(vision: Any) -> int:
+def _channels(vision: Config) -> int:
     return _said(vision, "num_channels", "in_channels", "in_chans") or 3
 
 
-def _spectrogram(config: Any) -> torch.Tensor:
+def _spectrogram(config: Config) -> torch.Tensor:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         return _noise(2, config.num_mel_bins, 2 * config.max_source_positions)
     audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
@@ -151,7 +154,7 @@ def _spectrogram(config: Any) -> torch.Tensor:
     return _noise(2, 64, _said(audio, *features) or 80)
 
 
-def _waveform(config: Any) -> torch.Tensor:
+def _waveform(config: Config) -> torch.Tensor:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # of a spectrogram, after all
         return _noise(2, config.max_length, config.num_mel_bins)
     if getattr(config, "conv_stride", None):
@@ -159,14 +162,14 @@ def _waveform(config: Any) -> torch.Tensor:
     return _noise(2, 1, 4 * (_said(config, "hop_length", "frame_size") or 400))
 
 
-def _series(config: Any) -> torch.Tensor:
+def _series(config: Config) -> torch.Tensor:
     length = _said(config, "context_length", "prediction_length", "patch_length") or 32
     lags = max(getattr(config, "lags_sequence", None) or [0])
     channels = [config.num_input_channels] if hasattr(config, "num_input_channels") else []
     return _noise(2, length + lags, *channels)
 
 
-def _said(config: Any, *names: str) -> Any:
+def _said(config: Config, *names: str) -> Any:
     """The first of these settings that the config has."""
     return next((value for value in (getattr(config, name, None) for name in names) if value is not None), None)
 
@@ -179,11 +182,11 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=_generator())
 
 
-def _states(config: Any) -> torch.Tensor:
+def _states(config: Config) -> torch.Tensor:
     return _noise(2, _SEQUENCE, _said(config, "hidden_size", "d_model", "embed_dim", "dim"))
 
 
-_MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
+_MAKERS: dict[str, Callable[[Config], torch.Tensor]] = {
     "input_ids": _token_ids,
     "decoder_input_ids": _token_ids,
     "qformer_input_ids": _token_ids,

@@ -1,4 +1,4 @@
-"""Pictures of learned weights and of benchmarks. Needs matplotlib (extra ``viz``)."""
+"""Pictures of learned weights and of benchmarks. All raise ImportError without matplotlib (extra ``viz``)."""
 
 from rewire.plotting.bars import plot_bars
 from rewire.plotting.charts import plot_curves, plot_differences, plot_times

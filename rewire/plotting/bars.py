@@ -34,7 +34,6 @@ def plot_bars(weights: dict[str, dict[str, Tensor]], path: Path) -> None:
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: no weights, or some of another shape.
     """
     trunks = _checked(weights)

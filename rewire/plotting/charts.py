@@ -17,7 +17,6 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: nothing was measured.
     """
     if not seconds or not all(seconds.values()):
@@ -51,7 +50,6 @@ def plot_curves(
         log: axes with logarithmic scales: "", "x", "y" or "xy".
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: no curves, or one without points.
     """
     empty = [name for name, points in curves.items() if not points]
@@ -89,7 +87,6 @@ def plot_differences(
         intervals: of their means, by name, drawn as lines; cut off at the edge.
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: there is nothing finite to plot.
     """
     shown = {name: [value for value in values if math.isfinite(value)] for name, values in differences.items()}

@@ -40,7 +40,6 @@ def plot_heatmap(
         scales: of panels whose weights are parts of another matrix's largest into each destination, that matrix.
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: no matrices, one that is not 2-D with 1 or more entries, or a floor of 0 or more.
     """
     if floor >= 0:
@@ -77,7 +76,6 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
 
     Raises:
-        ImportError: matplotlib is missing.
         ValueError: no matrices, or one that is not 2-D with 1 or more entries.
     """
     panels = _checked(matrices)

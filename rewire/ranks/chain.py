@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from rewire.errors import RewireError
-from rewire.ranks.meeting import GRACE, PATIENCE, alone, difference, store_of
+from rewire.ranks.meeting import GRACE, PATIENCE, Facts, alone, difference, store_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,7 +33,7 @@ class Part(NamedTuple):
         first, last: residual adds before the part, and up to its end; None: the trunk's end.
     """
 
-    facts: Mapping[str, Any]
+    facts: Facts
     model: int
     first: int = 0
     last: int | None = None
@@ -97,11 +97,11 @@ def _leave(part: Part, store: Store) -> None:
         store.set(f"{trunk}/{store.add(trunk, 1)}", mine)
 
 
-def _key(facts: Mapping[str, Any], first: int) -> str:
+def _key(facts: Facts, first: int) -> str:
     return f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}/{first}"
 
 
-def _check(facts: Mapping[str, Any], store: Store) -> None:
+def _check(facts: Facts, store: Store) -> None:
     end, pause = time.monotonic() + PATIENCE, 0.001
     others: list[dict[str, Any]] = []
     while (gap := _gap(facts, store)) is not None and time.monotonic() < end:
@@ -118,7 +118,7 @@ def _check(facts: Mapping[str, Any], store: Store) -> None:
             raise RewireError(difference(others))
 
 
-def _gap(facts: Mapping[str, Any], store: Store) -> int | None:
+def _gap(facts: Facts, store: Store) -> int | None:
     """Where the first part of this recipe is missing."""
     place: int | None = 0
     while place is not None:
@@ -128,7 +128,7 @@ def _gap(facts: Mapping[str, Any], store: Store) -> int | None:
     return None
 
 
-def _others(facts: Mapping[str, Any], gap: int, store: Store) -> list[dict[str, Any]]:
+def _others(facts: Facts, gap: int, store: Store) -> list[dict[str, Any]]:
     """What others have at a gap, and ranks with these facts; nothing, if nobody has anything there."""
     (trunk,) = facts["trunks"]
     posts = [json.loads(store.get(f"{trunk}/{number + 1}")) for number in range(store.add(trunk, 0))]

@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -25,6 +25,8 @@ from rewire.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+#: What a rank says of its model, as plain data by name.
+Facts: TypeAlias = Mapping[str, Any]
 #: Seconds for which a rank waits for others.
 PATIENCE = 30.0
 #: Seconds for which it waits for those that have not come, once two differ: to name them as well.
@@ -49,11 +51,10 @@ def store_of(name: str) -> Store:
     return PrefixStore(f"rewire/{name}", default_store())
 
 
-def facts_of(trunks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def facts_of(trunks: Mapping[str, Facts]) -> dict[str, Any]:
     """What must agree, as plain data: the version of rewire, and for each trunk its recipe."""
     facts = {"rewire": __version__, "trunks": trunks}
-    plain: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
-    return plain
+    return json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
 
 
 class Meeting:
@@ -67,7 +68,7 @@ class Meeting:
         facts: of this rank.
     """
 
-    def __init__(self, kind: str, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
+    def __init__(self, kind: str, ranks: Sequence[int], facts: Facts) -> None:
         name = f"{kind}/{','.join(map(str, sorted(ranks)))}"
         _NUMBERS[name] += 1
         self.store, self.size = store_of(f"{name}/{_NUMBERS[name]}"), len(ranks)
@@ -101,7 +102,7 @@ class Meeting:
         return difference([json.loads(self.store.get(key)) for key in ("first", *others)])
 
 
-def agree(kind: str, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
+def agree(kind: str, ranks: Sequence[int], facts: Facts) -> None:
     """Compare facts in a call that all of ``ranks`` make.
 
     Raises:
@@ -111,7 +112,7 @@ def agree(kind: str, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
         Meeting(kind, ranks, facts).wait()
 
 
-def check_alike(posts: Sequence[Mapping[str, Any]]) -> None:
+def check_alike(posts: Sequence[Facts]) -> None:
     """Compare what all ranks have gathered, ``{"rank": .., "facts": ..}`` with one trunk each: those of one name.
 
     Raises:
@@ -123,7 +124,7 @@ def check_alike(posts: Sequence[Mapping[str, Any]]) -> None:
             raise RewireError(difference(same))
 
 
-def difference(posts: Sequence[Mapping[str, Any]]) -> str:
+def difference(posts: Sequence[Facts]) -> str:
     """A message about ranks that differ: ``{"rank": .., "facts": ..}`` of some of them."""
     reference, *others = sorted(posts, key=lambda post: post["rank"])
     told: dict[str, dict[int, None]] = {}
@@ -141,7 +142,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
-def _differing(facts: Mapping[str, Any], reference: Mapping[str, Any], rank: int) -> Iterator[str]:
+def _differing(facts: Facts, reference: Facts, rank: int) -> Iterator[str]:
     """What differs from ``reference``, the facts of ``rank``: as in "topology A where rank 0 has B"."""
     for key in reference.keys() & facts.keys() - {"trunks"}:
         if facts[key] != reference[key]:
@@ -163,7 +164,7 @@ def _differing(facts: Mapping[str, Any], reference: Mapping[str, Any], rank: int
                 yield _told(key, here.get(key), there.get(key), name, rank)
 
 
-def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def _unequal(one: Facts, two: Facts) -> list[str]:
     return [key for key in dict.fromkeys([*two, *one]) if one.get(key) != two.get(key)]
 
 

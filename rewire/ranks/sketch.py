@@ -79,8 +79,7 @@ def chosen(parameters: list[Any]) -> list[Any]:
 
 
 def local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def part(weight: Any) -> list[int]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rewire.bench.harness import Timing, kept_for_backward, side_by_side, training_step
-from rewire.freezing import most_held
+from rewire.copies import Inputs
+from rewire.freezing import most_held, weights_of
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.rewrite import restore
 from rewire.passes.validating.tensors import tensors_in
 from rewire.runtime.connection import Connection
-from rewire.torch_internals import pytree
 
 _ROUNDS = 7
 
@@ -47,8 +47,7 @@ def states_held(connection: Connection) -> int:
     """Hidden states that a trunk holds between units, at most; the plain model holds one."""
     layout = connection.layout
     with torch.no_grad():
-        weights = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), connection.effective())
-        return most_held(layout.topology, weights, layout.dims)
+        return most_held(layout.topology, weights_of(connection), layout.dims)
 
 
 def measured(model: nn.Module, example_inputs: Any) -> Measured:
@@ -64,7 +63,6 @@ def measured(model: nn.Module, example_inputs: Any) -> Measured:
     return Measured(times["plain"], times["rewired"], (kept["plain"], kept["rewired"]), device)
 
 
-def _loss(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+def _loss(model: nn.Module, inputs: Inputs) -> Tensor:
     output = model(*inputs[0], **inputs[1])
-    total: Tensor = sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[assignment]
-    return total
+    return sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[return-value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -112,22 +112,21 @@ def _count(number: int, what: str) -> str:
 
 def _trunk(trunk: Trunk, rewired: bool) -> str:
     width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
-    rows = "".join(
-        f"<tr>{_cells(number, site.block, site.branch, site.kind, ', '.join(site.post))}</tr>"
-        for number, site in enumerate(trunk.sites, 1)
-    )
+    rows = [(n, site.block, site.branch, site.kind, ", ".join(site.post)) for n, site in enumerate(trunk.sites, 1)]
     return (
         f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
         f"{_count(trunk.blocks, 'block')}, width {width}, {norm}{'' if rewired else '; left as it was'}.</p>"
-        f"{stream(trunk)}"
-        "<details><summary>All residual adds</summary>"
-        f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'
-        "</details>"
+        f"{stream(trunk)}<details><summary>All residual adds</summary>"
+        f"{_table(('#', 'block', 'branch', 'kind', 'then'), rows)}</details>"
     )
 
 
-def _cells(*values: object) -> str:
-    return "".join(f"<td>{escape(str(value))}</td>" for value in values)
+def _table(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table, which can be scrolled where it is wide."""
+    head = "".join(f"<th>{title}" for title in titles)
+    lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+    text = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>{text}</table></div>'
 
 
 def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -> Iterator[str]:
@@ -172,13 +171,12 @@ def _ablated(found: Ablation) -> str:
     told = "" if correlation is None else f" Rank correlation of |weight| and rise over the edges: {correlation:.2f}."
     shown = min(_MOST_EDGES, len(found.edges))
     effects = [*found.units, *found.sources, *(found.strongest(shown) if shown else [])]
-    rows = "".join(f"<tr>{_cells(*_row(effect))}</tr>" for effect in effects)
-    heads = "".join(f"<th>{h}" for h in ("", "stream", "what", "into", "weight", "without", "as in the plain network"))
+    titles = ("", "stream", "what", "into", "weight", "without", "as in the plain network")
     return (
         f"<p>Loss {found.loss:.4f}, and how much it rises without a part, or with the weight that it has in the plain "
         f"network, each alone; {len(found.effects)} of {found.asked} measured.{told}</p>"
-        '<details open><summary>Units, sources, and the edges that count most</summary><div class="wide">'
-        f"<table><thead><tr>{heads}</tr></thead>{rows}</table></div></details>"
+        "<details open><summary>Units, sources, and the edges that count most</summary>"
+        f"{_table(titles, map(_row, effects))}</details>"
     )
 
 
@@ -208,25 +206,19 @@ def _file(lines: Sequence[str]) -> str:
 
 
 def _costs(own: dict[str, Connection], times: Measured | None) -> str:
-    rows = "".join(
-        f"<tr>{_cells(name, f'{sum(p.numel() for p in each.parameters()):,}', states_held(each))}</tr>"
-        for name, each in own.items()
-    )
-    text = (
-        '<div class="wide"><table><thead><tr><th>stream<th>learned weights<th>hidden states held, at most</tr></thead>'
-        f"{rows}</table></div><p>Between two units a plain stream holds one hidden state.</p>"
-    )
+    rows = ((name, f"{sum(p.numel() for p in one.parameters()):,}", states_held(one)) for name, one in own.items())
+    text = _table(("stream", "learned weights", "hidden states held, at most"), rows)
+    text += "<p>Between two units a plain stream holds one hidden state.</p>"
     if times is None:
         return f"{text}<p>Steps were not timed: that takes <code>example_inputs</code>.</p>"
     ratio, (low, high) = times.rewired.ratio(times.plain), quartiles(times.rewired.ratios(times.plain))
     noise = "; <b>that is within the noise of these rounds</b>" if times.noisy else ""
-    measured = "".join(
-        f"<tr>{_cells(name, _step(timing), f'{kept / 2**20:.2f} MiB')}</tr>"
+    measured = (
+        (name, _step(timing), f"{kept / 2**20:.2f} MiB")
         for name, timing, kept in zip(("plain", "rewired"), (times.plain, times.rewired), times.kept, strict=True)
     )
     return (
-        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median (quartiles)'
-        f"<th>activations kept</tr></thead>{measured}</table></div>"
+        f"{text}{_table(('model', 'training step, median (quartiles)', 'activations kept'), measured)}"
         f"<p>Forward and backward on {escape(str(times.device))} with torch "
         f"{escape(torch.__version__)}, timed in turn {len(times.plain.seconds)} times: the rewired model takes "
         f"<b>{ratio:.2f}</b> times as long (median of the rounds; quartiles {low:.2f} to {high:.2f}){noise}.</p>"
@@ -241,5 +233,4 @@ def _step(timing: Timing) -> str:
 def _left(left: Sequence[LeftAlone]) -> str:
     if not left:
         return "<p>Nothing.</p>"
-    rows = "".join(f"<tr>{_cells(*row)}</tr>" for row in told(left))
-    return f'<div class="wide"><table><thead><tr><th>module<th>because<th>where</tr></thead>{rows}</table></div>'
+    return _table(("module", "because", "where"), told(left))

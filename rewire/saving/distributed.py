@@ -67,11 +67,7 @@ def _of_connections(state: Mapping[str, Any]) -> set[str]:
 
 
 def _check_no_copies(keys: set[str]) -> None:
-    """Refuse to leave copies of norms as they are: those that they are copies of are loaded.
-
-    Raises:
-        RewireError: naming one.
-    """
+    """Raise RewireError if copies of norms would be left as they are: those that they are copies of are loaded."""
     connections = tuple(key.removesuffix(EXTRA_STATE) + "." for key in keys if is_recipe(key))
     norms = [k for k in sorted(keys) if k.partition(f".{CONNECTIONS}.")[2].startswith(("k.", "v."))]
     left = next((key for key in norms if not key.startswith(connections)), None)
@@ -80,11 +76,7 @@ def _check_no_copies(keys: set[str]) -> None:
 
 
 def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse to load connections into others: other trunks, or other weights.
-
-    Raises:
-        RewireError: showing what differs.
-    """
+    """Raise RewireError if connections would be loaded into others: other trunks, or other weights."""
     roots = {key.split(CONNECTIONS)[0] for key in state if _names_connection(key) and key.endswith(EXTRA_STATE)}
     for root in roots:  # in front of the model's own names, like "model."
         prefix = f"{root}{CONNECTIONS}."

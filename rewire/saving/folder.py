@@ -24,8 +24,9 @@ from rewire.attributes import CONNECTIONS
 from rewire.copies import M
 from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
+from rewire.placement import is_dtensor
 from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
-from rewire.saving.recipes import described, difference, first_line, is_recipe, rewired_by
+from rewire.saving.recipes import Recipe, described, difference, first_line, is_recipe, rewired_by
 from rewire.version import __version__
 
 RECIPE = "rewire.json"
@@ -115,7 +116,7 @@ def load(
     _check_part(weights)
     with contextlib.ExitStack() as stack:
 
-        def opened(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        def opened(recipe: Recipe) -> tuple[Recipe, list[Any]]:
             if weights == "all" != recipe["weights"]:
                 raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
             _check_files(Path(folder), recipe)
@@ -137,7 +138,7 @@ def load(
     return cast("M", rewired)
 
 
-def with_recipe(folder: Path, use: Callable[[dict[str, Any]], T]) -> T:
+def with_recipe(folder: Path, use: Callable[[Recipe], T]) -> T:
     """What ``use`` returns for the recipe of a folder; for the next one, if it fails as a save has replaced the first.
 
     Raises:
@@ -159,7 +160,7 @@ def _check_part(weights: str) -> None:
 
 def _check_savable(state: dict[str, Tensor]) -> None:
     for name, value in state.items():
-        if type(value).__name__ == "DTensor":
+        if is_dtensor(value):
             raise WrappedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided or value.is_quantized:
             raise RewireError(
@@ -202,7 +203,7 @@ def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tensor]]) -> None:
+def _write(folder: Path, recipe: Recipe, shards: Sequence[dict[str, Tensor]]) -> None:
     make_folder(folder)
     with staged(folder, last=RECIPE) as stage:
         names = [f"weights-{token_of(stage)}-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -237,7 +238,7 @@ def _digest(path: Path) -> str:
         raise RewireError(f"'{path}' cannot be read: {first_line(error)}") from error
 
 
-def _fingerprint(recipe: dict[str, Any]) -> str:
+def _fingerprint(recipe: Recipe) -> str:
     """Digest of all of a recipe but the digest itself."""
     rest = {key: value for key, value in recipe.items() if key != "recipe_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -249,7 +250,7 @@ def own_memory(value: Tensor) -> Tensor:
     return value if whole else value.contiguous().clone()
 
 
-def _read_recipe(folder: Path) -> dict[str, Any]:
+def _read_recipe(folder: Path) -> Recipe:
     path = folder / RECIPE
     if not path.is_file():
         raise RewireError(
@@ -272,7 +273,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def _damage(recipe: dict[str, Any]) -> str:
+def _damage(recipe: Recipe) -> str:
     """What is wrong with a recipe. No name from it is looked up that has not passed here."""
     files, ties = recipe.get("files"), recipe.get("tied")
     if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
@@ -291,7 +292,7 @@ def _damage(recipe: dict[str, Any]) -> str:
     return ""
 
 
-def _check_files(folder: Path, recipe: dict[str, Any]) -> None:
+def _check_files(folder: Path, recipe: Recipe) -> None:
     for name, digest in recipe["sha256"].items():
         if not (folder / name).is_file():  # a pipe, say, which would never end
             raise RewireError(f"'{folder / RECIPE}' is damaged: not all of its files are there: {name}")

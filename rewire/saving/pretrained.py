@@ -12,7 +12,7 @@ from rewire.errors import RewireError, UnknownName
 from rewire.runtime.connection import read_recipe
 from rewire.saving.checkpoint import read_connections
 from rewire.saving.folder import RECIPE
-from rewire.saving.recipes import EXTRA_STATE, check_shapes, is_recipe, layouts_of, rewired_by
+from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, rewired_by
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
@@ -58,7 +58,7 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
     return loaded
 
 
-def _rewiring(cls: Any, recipes: dict[str, Any]) -> Any:
+def _rewiring(cls: Any, recipes: dict[str, Recipe]) -> Any:
     """A class whose instances are rewired ones of ``cls`` as soon as they are made."""
 
     class Rewiring(cls):
@@ -73,7 +73,7 @@ def _rewiring(cls: Any, recipes: dict[str, Any]) -> Any:
     return Rewiring
 
 
-def _renamed(model: Any, recipes: dict[str, Any]) -> dict[str, Any]:
+def _renamed(model: Any, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
     """Recipes under the names that the model has for them; some architectures are saved under older ones."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
@@ -98,7 +98,7 @@ def _saved_class(folder: str | os.PathLike[str]) -> Any:
     return found
 
 
-def _recipes(folder: Path) -> dict[str, Any]:
+def _recipes(folder: Path) -> dict[str, Recipe]:
     """Recipes in the saved state dict, by the path of their connection."""
     state = read_connections(folder)
     recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.registry import named_topology, topology_in
 from rewire.trunk import Trunk
 
+#: Plain data, as `Connection.recipe` returns it.
+Recipe: TypeAlias = dict[str, Any]
+
 #: How the entry of a state dict ends that holds a recipe.
 EXTRA_STATE = "._extra_state"
 
@@ -39,7 +42,7 @@ _SHOWN = 12  # differing lines in a message
 _MOST_UNITS = 4096  # of a trunk; its matrix has the square of that
 
 
-def described(model: nn.Module) -> dict[str, dict[str, Any]]:
+def described(model: nn.Module) -> dict[str, Recipe]:
     """The recipe of each trunk of a rewired model, by the path of its connection.
 
     ``sites`` tell the trunk's residual adds in words: what another model is known by.
@@ -155,7 +158,7 @@ def rewired_by(
     return rewrite(prepared, found, layouts, start)
 
 
-def _found(prepared: Prepared, recipes: dict[str, Any]) -> Found:
+def _found(prepared: Prepared, recipes: dict[str, Recipe]) -> Found:
     """What is found in a model, in that way of looking at it, and at its loops, in which the recipes fit."""
     methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
     for method, restart in itertools.product(methods, (False, True)):
@@ -173,7 +176,7 @@ def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
         raise misfit(path, recipe, error) from error
 
 
-def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
+def _fits(recipes: dict[str, Recipe], trunks: Iterable[Trunk]) -> bool:
     """Whether the trunks are those of the recipes, by number of residual adds."""
     here = {place(trunk): len(trunk.sites) for trunk in trunks}
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
@@ -262,7 +265,7 @@ def _by_name(line: str) -> str:
     return re.sub(r", width (unknown|\d+)", "", line).partition(", then ")[0]
 
 
-def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trunk]) -> None:
+def _check_sites(model: nn.Module, recipes: dict[str, Recipe], here: dict[str, Trunk]) -> None:
     saved, found = [], []
     for path, recipe in recipes.items():
         sites = _sites(here[path]) if path in here else ["no trunk"]

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from rewire.console import Shown
 from rewire.init.initializers.scaled_weights import Scaled
@@ -246,8 +248,8 @@ class Study(Shown):
             said.append(f"Against the nearest fixed rule: {_shown(rule)}.")
         return said
 
-    def __rich__(self) -> Table:
-        return self.table()
+    def shown(self) -> Iterator[RenderableType]:
+        yield self.table()
 
     def table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
@@ -255,7 +257,7 @@ class Study(Shown):
         for title in TITLES:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
-            table.add_row(row.name, *self.cells(row), style="bold" if row is self.baseline else "")
+            table.add_row(Text(row.name), *self.cells(row), style="bold" if row is self.baseline else "")
         return table
 
     def cells(self, row: Row) -> list[str]:
@@ -264,13 +266,11 @@ class Study(Shown):
         cost = "" if row.cost is None else f"{row.cost.time:.2f}"
         rate = "" if row.setting is None else f"{row.setting.rate:.2g}"
         rate += "" if row.setting is None or row.is_plain else f"×{row.setting.connections:g}"
-        if verdict == "diverged":
+        if verdict == "diverged" or not row.results:
             return ["", "", verdict, "", "", cost, rate]
         if row.is_plain:
             gain = "" if row is self.baseline else _interval(self.gain(row), "+")
             return [f"{row.mean:.4g}", gain, verdict, "", "", cost, rate]
-        if not row.results:
-            return ["", "", verdict, "", "", cost, rate]
         timed, speed = self.in_its_time(row), self.speed_up(row)
         return [
             f"{row.mean:.4g}",

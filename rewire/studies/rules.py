@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rewire.runtime.connection import Connection
-from rewire.topologies.ancre import ANCRe, ANCReCascaded
+from rewire.topologies.ancre import ANCRe
 from rewire.topologies.scaled_sum import ScaledSum
 from rewire.topologies.scaling import BranchScale
 
@@ -28,6 +28,6 @@ def fixed_rule(connection: Connection) -> dict[str, Tensor] | None:
         for row in rows:
             row[-1] = chosen  # sources ascend: the newest is the last
         return {"logits": torch.cat(rows).to(learned["logits"].device)}
-    if isinstance(topology, BranchScale | ScaledSum | ANCReCascaded):
+    if isinstance(topology, BranchScale | ScaledSum):
         return {name: value.detach().mean(0, keepdim=True).expand_as(value) for name, value in learned.items()}
     return None

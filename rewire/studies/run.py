@@ -261,13 +261,9 @@ def _listed(seeds: Sequence[int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> None:
@@ -298,8 +294,8 @@ def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> Non
 @contextlib.contextmanager
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
     """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    shown = bars(*columns)
+    named = TextColumn("{task.description}", markup=False)
+    shown = bars(named, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
     def bar(name: str) -> Tick:
         for done in list(shown.task_ids):

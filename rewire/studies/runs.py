@@ -130,13 +130,13 @@ class Runs:
         return result
 
 
-def _rare(tick: Tick, every: float = 0.2) -> Tick:
+def _rare(tick: Tick) -> Tick:
     """``tick``, called no more often than a person can see."""
     last = 0.0
 
     def called(spent: float) -> None:
         nonlocal last
-        if (now := time.perf_counter()) - last > every:
+        if (now := time.perf_counter()) - last > 0.2:
             last = now
             tick(spent)
 

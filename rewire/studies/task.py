@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rewire.diagnostics.losses import loss_of_model
+from rewire.training import Groups
 
 
-def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def adamw(groups: Groups) -> torch.optim.Optimizer:
     """AdamW with betas of 0.9 and 0.95."""
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
@@ -49,7 +50,7 @@ class Task:
     batches: Callable[[int], Iterable[Any]]
     validation: Sequence[Any]
     loss: Callable[[nn.Module, Any], Tensor] = loss_of_model
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = adamw
+    optimizer: Callable[[Groups], torch.optim.Optimizer] = adamw
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
     clip: float = 1.0

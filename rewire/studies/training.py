@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.bench.harness import kept_for_backward, side_by_side
+from rewire.copies import Inputs
 from rewire.diagnostics.moves import Look, Moves, look, moves, starts, together
 from rewire.errors import RewireError
 from rewire.init.apply import initialize
@@ -209,8 +210,7 @@ class _Watch:
         return moves(self.looks) if self.looks else None
 
     def matrix(self) -> list[list[float]]:
-        rows: list[list[float]] = next((c.matrix().tolist() for c in self.connections.values()), [])
-        return rows
+        return next((c.matrix().tolist() for c in self.connections.values()), [])
 
 
 class _Spikes:
@@ -272,9 +272,9 @@ def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
     return Cost(times["other"].median, ratio, kept, weights, time.perf_counter() - started)
 
 
-def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def inputs_of(model: nn.Module, run: Callable[[], object]) -> Inputs:
     """The arguments of ``model`` in ``run``, the last ones if it is called several times."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    seen: list[Inputs] = []
     handle = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     with handle, torch.no_grad():
         run()

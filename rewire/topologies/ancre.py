@@ -10,20 +10,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology, check_positive
+from rewire.errors import UnsupportedTopology, check_choice, check_positive
 from rewire.mixes.claimed import Table
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    Granularity,
-    Start,
-    States,
-    W,
-    check_choice,
-    no_preserving_start,
-    total,
-)
+from rewire.topologies.base import OF_STATES, Dims, Granularity, Start, States, W, no_preserving_start, total
 from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
@@ -49,9 +40,8 @@ class Destinations(Dense[W]):
         """The units that write: the output is ``x_T``."""
         return range(1, dims.depth + 1)
 
-    def mix(self, history: Any, weights: W, t: int) -> Tensor:
-        x: Tensor = history.newest
-        return x
+    def mix(self, history: History, weights: W, t: int) -> Tensor:
+        return history.newest
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)
@@ -65,8 +55,7 @@ class Destinations(Dense[W]):
         if isinstance(weights, Few) and t not in weights:
             return total((x, *branches))
         kept = (x,) if self.cascade == "keep" else ()
-        mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
-        return mixed
+        return history.mix(self.row(weights, t, x), added=(*kept, *branches))
 
     def program(self, weights: W, dims: Dims) -> Program:
         """The shortcut ``x_{t-1}`` that is kept stands in front."""
@@ -304,9 +293,6 @@ class ANCReConstant(Destinations[Few | None]):
     Args:
         cascade: "replace" or "keep".
         block: S, 1 or more; None is 1, no groups.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     cascade: Cascade = "replace"
@@ -317,11 +303,7 @@ class ANCReConstant(Destinations[Few | None]):
         super().__post_init__()
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """No entries.
-
-        Raises:
-            UnsupportedTopology: with ``start="preserve"``.
-        """
+        """No entries."""
         if start == "preserve":
             raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}
@@ -347,9 +329,6 @@ class ANCReCascaded(ScaledSum):
 
     Args:
         cascade: "replace" or "keep".
-
-    Raises:
-        ValueError: cascade is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_choice, check_count
 from rewire.mixes.attended import EPS, AttendedHistory, AttendedTable
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix, softmax
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import inverse_rms, project_normed
@@ -21,8 +22,6 @@ from rewire.topologies.base import (
     QKVInputs,
     Start,
     States,
-    check_choice,
-    check_count,
     no_attention,
     no_preserving_start,
     total,
@@ -193,7 +192,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             first=first,
         )
 
-    def mix(self, history: Any, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:
         if isinstance(weights, Few):
             query = weights[t].T  # [D, ways], or [R, ways]
             logits = torch.stack([project_normed(x[..., -len(query) :], query, EPS) for x in history.states])
@@ -201,6 +200,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         elif self._one_softmax():
             return history.mix(weights[t])
         else:
+            assert isinstance(history, AttendedHistory)
             logits, inverse_norms = history.scores_of(weights[t]), history.inverse_norms if self.normed else None
         shares = self._shares(logits)  # [n, ..., rows]
         if inverse_norms is not None:
@@ -212,8 +212,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         if not self.additive:
             return super().finish(states, weights, dims)
         if isinstance(weights, Few):
-            plain: Tensor = states[0]
-            return plain
+            return states[0]
         newest, history = states
         return total((*history.states, newest))
 
@@ -246,7 +245,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         shares, _ = softmax(logits, self.scaled)
         return 1 + shares if self.additive else shares
 
-    def _mixes(self, history: AttendedHistory, shares: Tensor) -> Sequence[Tensor]:
+    def _mixes(self, history: History, shares: Tensor) -> Sequence[Tensor]:
         """For each way, the sum of the n sources with ``shares`` [n, ..., rows]."""
         per_token = shares.movedim(0, -1)  # [..., rows, n]
         if self.heads == 1:

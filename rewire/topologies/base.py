@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from rewire.attributes import REGISTERED_NAME
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_choice
 from rewire.mixes.again import merged_again
 from rewire.mixes.mix import Mix
 
@@ -96,7 +96,8 @@ class QKVInputs:
 class Topology(ABC, Generic[W]):
     """How the T units of a trunk are connected: `start`, `read`, `write`, `finish`, and the weights they use.
 
-    Subclasses are frozen dataclasses; their fields are the options. A `Topology[W]` has effective weights of type W.
+    Subclasses are frozen dataclasses; their fields are the options, and a value that their docstring does not allow
+    raises `ValueError`. A `Topology[W]` has effective weights of type W.
 
     Units are numbered t = 1..T; unit t reads ``r_t`` from the stream, computes a branch output ``f_t`` and writes it.
     States are tuples of tensors; hidden states, branch outputs and what is read are [..., D], channels last for a
@@ -377,14 +378,19 @@ def in_increments(topology: Topology[W], weights: W, depth: int, device: torch.d
     """
     sources = depth + 1
     increments = torch.eye(sources * parts, device=device).view(sources, -1)
+    found = reads_of(topology, weights, increments, Dims(depth))
+    return found.unflatten(-1, (parts, sources, parts)).diagonal(dim1=-3, dim2=-1).mean(-1)
+
+
+def reads_of(topology: Topology[W], weights: W, increments: Tensor, dims: Dims) -> Tensor:
+    """What units 1..T read, and the output, where ``increments`` [T + 1, ..] are the input and the branch outputs."""
     found, states = [], topology.start(increments[0], weights)
     for t, increment in enumerate(increments[1:], start=1):
         read, states = topology.read(states, weights, t)
         assert not isinstance(read, QKVInputs)
         found.append(materialize(read))
         states = topology.write(states, weights, t, increment)
-    found.append(topology.finish(states, weights, Dims(depth)))
-    return torch.stack(found).unflatten(-1, (parts, sources, parts)).diagonal(dim1=-3, dim2=-1).mean(-1)
+    return torch.stack([*found, topology.finish(states, weights, dims)])
 
 
 def rows(matrix: Tensor) -> dict[str, Tensor]:
@@ -407,20 +413,6 @@ def no_attention(topology: Topology, depth: int, instead: str) -> UnsupportedTop
         f"topology '{topology.registered_name}' found, in a trunk of {depth} units, no attention with separate "
         f"inputs for q, k and v; {instead}."
     )
-
-
-def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError if ``value`` is not one of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
-
-
-def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:
-    """Raise ValueError if ``value`` is no whole number, or less than ``least``; ``optional``: None is allowed, too."""
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more{', or None' * optional}.")
 
 
 def materialize(value: Tensor | Mix) -> Tensor:

@@ -39,9 +39,6 @@ class DDL(TwoForms[Named], FirstOrder[Named]):
 
     Args:
         form: "delta", the paper's, or "difference".
-
-    Raises:
-        ValueError: form is neither.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
@@ -54,11 +51,7 @@ class DDL(TwoForms[Named], FirstOrder[Named]):
     form: Form = "delta"
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``gate``, ``gate_bias``, ``value`` and ``value_bias``, float32: w [T, D], s [T], u [T, D], c [T].
-
-        Raises:
-            UnsupportedTopology: a preserving start of the paper's form.
-        """
+        """``gate``, ``gate_bias``, ``value`` and ``value_bias``, float32: w [T, D], s [T], u [T, D], c [T]."""
         self.check_start(start)
         return {
             "gate": torch.zeros(dims.depth, dims.width),

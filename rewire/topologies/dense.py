@@ -32,11 +32,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rewire.errors import check_count
 from rewire.mixes.by_state import parts
 from rewire.mixes.claimed import Table
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, check_count, materialize, total
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
 from rewire.topologies.wiring import (
     CHANNELS,
@@ -130,7 +131,7 @@ class _Dense(Topology[W]):
         return QKVInputs(q, k, v, residual=found.get("shortcut", plain if "shortcut" in self.inputs else q))
 
     @abstractmethod
-    def mix(self, history: Any, weights: W, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: W, t: int) -> Tensor | Mix | QKVInputs:
         """``r_t``, what unit t reads: the formula. For t = T + 1 it is the trunk's output.
 
         Args:
@@ -144,11 +145,8 @@ class _Dense(Topology[W]):
         if isinstance(weights, Table):
             return weights.rows[t - weights.blocks.first].mean(0)
         if isinstance(weights, Few) and isinstance(weights[t], Tensor):
-            row: Tensor = weights[t]
-            return row
+            return weights[t]
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
-
-    # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def reads(self, dims: Dims) -> range:
         """The numbers t of all reads from `first` on, the output's included."""
@@ -178,6 +176,10 @@ class _Dense(Topology[W]):
         """For each read that has weights, how many inputs of the unit it is for."""
         return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
 
+    def entries(self, dims: Dims) -> list[int]:
+        """For each read that has weights, how many: one for each way and source."""
+        return [ways * n for ways, n in zip(self.ways(dims), self.sizes(dims), strict=True)]
+
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
         """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""
         return dict(zip(self.mixing(dims), parts(flat, self.sizes(dims)), strict=True))
@@ -205,8 +207,6 @@ class _Dense(Topology[W]):
         found = dict(zip(self.mixing(dims), sizes, strict=True))
         return [found.get(t, 0) for t in range(1, dims.depth + 2)]
 
-    # -- the topology --------------------------------------------------------------------------------------------------
-
     def start(self, x: Tensor, weights: W) -> States:
         table = weights if isinstance(weights, Free) else Free(self.group)
         return x, table.history()
@@ -219,7 +219,7 @@ class _Dense(Topology[W]):
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,) if isinstance(weights, Few) and t not in weights else ()
 
-    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
         """What unit t reads; and the history as it is then."""
         newest, history = states
         history = history.read(t, newest)

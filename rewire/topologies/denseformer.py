@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_count
 from rewire.mixes.claimed import Table
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix, mix
-from rewire.topologies.base import Dims, Granularity, Start, check_count
+from rewire.topologies.base import Dims, Granularity, Start
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import Few
@@ -85,16 +86,14 @@ class DenseFormer(Dense[Averages]):
         every = self.dilation == self.period == 1
         return self.table(dims, alpha) if every else self.of_reads(dims, alpha)
 
-    def mix(self, history: Any, weights: Averages, t: int) -> Tensor | Mix:
+    def mix(self, history: History, weights: Averages, t: int) -> Tensor | Mix:
         """``y_{t-1}``"""
         if (t - 1) % self.period:
-            x: Tensor = history.newest
-            return x
+            return history.newest
         row = weights[t]
         if self.dilation > 1 and isinstance(row, Tensor):
             return mix([history.states[i] for i in self._dilated(t)], row)
-        average: Tensor | Mix = history.mix(row)
-        return average
+        return history.mix(row)
 
     def mixing(self, dims: Dims) -> Sequence[int]:
         return super().mixing(dims) if self.few else self.reads(dims)[self.period - 1 :: self.period]

@@ -40,9 +40,6 @@ class FixedScale(FirstOrder[Scales]):
     Args:
         shortcut, branch: numbers, not 0.
         shortcut_power, branch_power: of T.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"
@@ -60,11 +57,7 @@ class FixedScale(FirstOrder[Scales]):
             raise ValueError("a scale of 0 would cut the trunk: shortcut and branch have to be other numbers.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """None.
-
-        Raises:
-            UnsupportedTopology: a preserving start where the scales are not 1.
-        """
+        """None."""
         if start == "preserve" and self.weights({}, dims) != (1.0, 1.0):
             raise no_preserving_start(self, "its scales are constants other than 1")
         return {}

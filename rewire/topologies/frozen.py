@@ -21,8 +21,9 @@ from rewire.topologies.program import (
     Weight,
     branch_of,
     lifetimes,
-    mapped,
+    lines_of,
     operands,
+    with_weights,
 )
 
 
@@ -65,7 +66,7 @@ class Frozen(Recurrence[Constants]):
     def __post_init__(self) -> None:
         program = _decoded(self.lines)
         rows, columns = self.shape
-        terms = [term for line in _all_lines(program) for term in line.terms]
+        terms = [term for line, _ in lines_of(program) for term in line.terms]
         used = {term.weight.row for term in terms if isinstance(term.weight, PerChannel)}
         if used != set(range(len(used))):
             raise ValueError(f"rows {sorted(used)} of {len(used)} weights per channel are used.")
@@ -147,17 +148,11 @@ class Frozen(Recurrence[Constants]):
 
     def matrix(self, weights: Constants, dims: Dims) -> Tensor:
         """That of the topology that it was, with 0 for what was dropped."""
-        table: Tensor = weights.table
-        return table
+        return weights.table
 
     def program(self, weights: Constants, dims: Dims) -> Program:
         """Its program, with the weights per channel in it."""
-
-        def known(line: Line, own: str) -> Line:
-            terms = (Term(source, _looked_up(weight, weights)) for source, weight, *_ in line.terms)
-            return Line(line.target, tuple(terms))
-
-        return mapped(self._program, known)
+        return with_weights(self._program, lambda weight: _looked_up(weight, weights))
 
     def written(self, t: int) -> Line | None:
         """The line of unit t whose value passes the norm of a post-norm block."""
@@ -199,11 +194,7 @@ def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, l
         channels.append(weight)
         return PerChannel(len(channels) - 1)
 
-    def lines(given: Sequence[Line]) -> tuple[Line, ...]:
-        return tuple(Line(to, tuple(Term(source, constant(w)) for source, w, *_ in terms)) for to, terms in given)
-
-    units = tuple(Unit(lines(unit.before), unit.read, lines(unit.after)) for unit in program.units)
-    return Frozen(of, coded(Program(units, lines(program.finish), program.output)), [*shape]), channels
+    return Frozen(of, coded(with_weights(program, constant)), [*shape]), channels
 
 
 def _has(line: Line, t: int) -> bool:
@@ -216,9 +207,6 @@ def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:
         return weight
     assert constants.channels is not None
     return constants.channels[weight.row]
-
-
-# -- programs as JSON --------------------------------------------------------------------------------------------------
 
 
 def coded(program: Program) -> list[Any]:
@@ -246,8 +234,3 @@ def _lines(saved: Any) -> tuple[Line, ...]:
 
 def _weight(saved: Any) -> Weight:
     return PerChannel(*saved) if isinstance(saved, list) else float(saved)
-
-
-def _all_lines(program: Program) -> list[Line]:
-    units = [line for unit in program.units for line in (*unit.before, *unit.after)]
-    return [*units, *program.finish]

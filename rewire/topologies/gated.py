@@ -9,21 +9,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.errors import check_choice, check_count
 from rewire.mixes.again import made_again, sparing
 from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
-from rewire.topologies.base import (
-    Dims,
-    Granularity,
-    Named,
-    Start,
-    States,
-    Topology,
-    check_choice,
-    check_count,
-    no_preserving_start,
-    viewed,
-)
+from rewire.topologies.base import Dims, Granularity, Named, Start, States, Topology, no_preserving_start, viewed
 from rewire.topologies.registry import register_topology
 
 Reads = Literal["normed", "streams"]
@@ -56,9 +46,6 @@ class GatedHyperConnections(Topology[Named]):
         rank: r, 1 or more; Qwen4-Exp has 320 for 2,048 channels.
         reads: "normed" or "streams".
         norm_eps: epsilon of the norm.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"
@@ -83,10 +70,8 @@ class GatedHyperConnections(Topology[Named]):
         return dataclasses.replace(self, reads="streams") if start == "preserve" else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """Float32: ``norm``, w [T + 1, n, D]; ``down`` [T + 1, n D, r]; ``up`` [T + 1, r, n D]; ``inject`` [T, n D, n].
-
-        Raises:
-            UnsupportedTopology: ``start="preserve"`` with reads that are normed.
+        """Float32: ``norm``, w [T + 1, n, D]; ``down`` [T + 1, n D, r]; ``up`` [T + 1, r, n D]; and for what is written
+        ``inject`` [T, n D, n].
         """
         if start == "preserve" and self.reads == "normed":
             raise no_preserving_start(self, "its reads are normed, those with reads='streams' are not")
@@ -130,8 +115,7 @@ class GatedHyperConnections(Topology[Named]):
         return states[0].select(-2, 0)
 
     def parallel(self, states: States) -> Tensor:
-        streams: Tensor = states[0]
-        return streams
+        return states[0]
 
     def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.

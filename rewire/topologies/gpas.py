@@ -8,8 +8,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.errors import check_choice
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, check_choice, repeatable, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, repeatable, total
 from rewire.topologies.registry import register_topology
 
 Scaled = Literal["sum", "shortcut"]
@@ -34,9 +35,6 @@ class GPAS(FirstOrder[Tensor]):
 
     Args:
         scaled: what is scaled, "sum" or "shortcut".
-
-    Raises:
-        ValueError: it is neither.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # after attention and MLP

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rewire.errors import check_count
 from rewire.mixes.claimed import Table
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import at_least_zero, project
-from rewire.topologies.base import (
-    Dims,
-    Granularity,
-    QKVInputs,
-    Start,
-    States,
-    check_count,
-    no_attention,
-    total,
-)
+from rewire.topologies.base import Dims, Granularity, QKVInputs, Start, States, no_attention, total
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import QKV, Channel, Few
@@ -105,29 +97,25 @@ class GRN(DenseIncrements[Weights]):
         of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
         each way of each t.
         """
-        ways = self.ways(dims)
-        entries = sum(m * n for m, n in zip(ways, self.sizes(dims), strict=True))
-        parameters = {"b": torch.ones(entries, *((dims.width,) if self.needs_width else ()))}
+        parameters = {"b": torch.ones(sum(self.entries(dims)), *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
-            parameters["w"] = torch.zeros(sum(ways), dims.width)
+            parameters["w"] = torch.zeros(sum(self.ways(dims)), dims.width)
         return parameters
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
-        ways = self.ways(dims)
-        entries = [m * n for m, n in zip(ways, self.sizes(dims), strict=True)]
-        return {"b": self.each(dims, entries), "w": self.each(dims, ways)}
+        return {"b": self.each(dims, self.entries(dims)), "w": self.each(dims, self.ways(dims))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self.ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None and not self.few:
             return Table(b, ways, self.mixing(dims)[0], group=self.group, queries=w)
-        flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
+        flat = b.split(self.entries(dims))
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
         return self.by_read(dims, map(Read, rows, queries))
 
-    def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
         row = weights[t]
         if not isinstance(row, Read):
             return self.seen(history.mixes(row), weights, t, history.newest)

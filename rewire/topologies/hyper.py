@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_choice, check_count
 from rewire.mixes.gating import Gating, read_off_gates
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import (
@@ -22,18 +22,7 @@ from rewire.mixes.streams import (
     write_and_project,
     write_and_read,
 )
-from rewire.topologies.base import (
-    Dims,
-    Granularity,
-    Start,
-    States,
-    Topology,
-    check_choice,
-    check_count,
-    in_increments,
-    materialize,
-    viewed,
-)
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, in_increments, materialize, viewed
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
@@ -276,8 +265,7 @@ class ParallelStreams(Streams):
         return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
 
     def parallel(self, states: States) -> Tensor:
-        streams: Tensor = states[0]
-        return streams
+        return states[0]
 
 
 @register_topology("hc-static")
@@ -299,9 +287,6 @@ class HyperConnections(ParallelStreams):
     Args:
         streams: n, 1 or more.
         output: "mean", "sum" as in the paper, or "learned".
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     of_states: ClassVar[frozenset[str]] = frozenset({"static", "last_static"})
@@ -359,14 +344,8 @@ class DynamicHyperConnections(HyperConnections):
 
     **Both starts** are those of `HyperConnections` with ``W = 0`` and ``s = 0.01``: the same function, exactly. W
     learns at once, s from the second step on, as its gradient is a multiple of ``tanh(norm(H) W)``. Where the branches
-    start at zero, W of A_m and of B wait one step for them, and the scale of B two.
-
-    Args:
-        streams: n, 1 or more.
-        output: "mean", "sum" as in the paper, or "learned".
-
-    Raises:
-        ValueError: an option is not one of those values.
+    start at zero, W of A_m and of B wait one step for them, and the scale of B two. Options are those of
+    `HyperConnections`.
     """
 
     needs_width: ClassVar[bool] = True
@@ -406,9 +385,6 @@ class FracConnections(Streams):
     Args:
         fractions: m, 1 or more; has to divide the width.
         dynamic: whether the weights also depend on the token.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     needs_width: ClassVar[bool] = True

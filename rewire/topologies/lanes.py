@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Dims, Start, check_count
+from rewire.errors import check_count
+from rewire.topologies.base import Dims, Start
 from rewire.topologies.hyper import HyperConnections, Output, Weights
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import OUTPUT, Units, checked_units, placed
@@ -34,9 +35,6 @@ class TwoLanes(HyperConnections):
             lanes before are held twice, too.)
         second: the units that read the second lane, by number or kind of branch; None: those that do not begin with
             an attention, or every second one if all do.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     of_states: ClassVar[frozenset[str]] = frozenset({"decay", "single", "write"})

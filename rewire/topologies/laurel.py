@@ -8,21 +8,10 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import check_positive
+from rewire.errors import check_choice, check_count, check_positive
 from rewire.mixes.mix import mix
 from rewire.mixes.tokens import project
-from rewire.topologies.base import (
-    Dims,
-    Granularity,
-    Recurrence,
-    Start,
-    States,
-    check_choice,
-    check_count,
-    no_preserving_start,
-    repeatable,
-    total,
-)
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, repeatable, total
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 
@@ -53,9 +42,6 @@ class LaurelRW(ScaledSum):
     Args:
         total: what a and b add up to, a positive number; in a difference, how far apart they get at most.
         form: "softmax", the paper's, or "difference".
-
-    Raises:
-        ValueError: total is not positive, or there is no such form.
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
@@ -71,11 +57,7 @@ class LaurelRW(ScaledSum):
         return dataclasses.replace(self, form="difference") if start == "preserve" and self.total != 2 else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``logits``, float32 [T, 2]: c_t for t = 1..T, that of the branch first.
-
-        Raises:
-            UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
-        """
+        """``logits``, float32 [T, 2]: c_t for t = 1..T, that of the branch first."""
         return {"logits": _start_logits(self, dims, start)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
@@ -118,9 +100,6 @@ class LaurelLR(Recurrence[LowRank]):
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
         total: what a and b add up to, a positive number; None: there are none.
         form: of a and b.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
@@ -144,9 +123,6 @@ class LaurelLR(Recurrence[LowRank]):
         """``down``, float32 [T, D, r], and ``up``, float32 [T, r, D]: ``A_t^T`` and ``B_t^T``.
 
         With residual weights, ``logits``, too: those of `LaurelRW`.
-
-        Raises:
-            UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
         """
         rank = min(self.rank, dims.width)
         down = torch.zeros(dims.width, rank)
@@ -209,9 +185,6 @@ class LaurelPA(LaurelLR):
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
         last: k, 1 or more.
         total, form: of a and b, as in `LaurelLR`.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     last: int = 3  # Section 4.3

@@ -118,8 +118,7 @@ def cayley(values: Tensor, n: int) -> Tensor:
     upper = values.new_zeros(*values.shape[:-1], n, n)
     upper[..., row, column] = values
     half, eye = (upper - upper.mT) / 2, torch.eye(n, dtype=values.dtype, device=values.device)
-    rotation: Tensor = torch.linalg.solve(eye - half, eye + half)
-    return rotation
+    return torch.linalg.solve(eye - half, eye + half)
 
 
 def spectral(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:

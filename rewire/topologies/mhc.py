@@ -9,19 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import check_positive
+from rewire.errors import check_choice, check_count, check_positive
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
-from rewire.topologies.base import (
-    Dims,
-    Start,
-    States,
-    check_choice,
-    check_count,
-    materialize,
-    no_preserving_start,
-)
+from rewire.topologies.base import Dims, Start, States, materialize, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import MANIFOLDS, balanced
 from rewire.topologies.registry import register_topology
@@ -117,9 +109,6 @@ class ManifoldHyperConnections(ParallelStreams):
         delayed: whether units read with the weights of the unit before; with ``output="learned"`` alone.
         entry_scales: whether the streams start as ``x_0`` times learned scales, not as copies; not if delayed, where
             unit 1 reads one of them as it is.
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     needs_width: ClassVar[bool] = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.again import made_again, remember_sums, sparing
-from rewire.mixes.history import Free
+from rewire.mixes.history import Free, History
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_hidden, rms_norm
 from rewire.topologies.base import (
@@ -128,7 +128,7 @@ class MUDDFormer(Dense[Aggregates]):
         """
         if self.separate_norms and not dims.attention:
             raise no_attention(self, dims.depth, "leave out separate_norms=True")
-        sizes = [ways * n for ways, n in self._shapes(dims)]
+        sizes = self.entries(dims)
         static = [(0 if self.norms else 1) * torch.eye(n)[-1].repeat(ways) for ways, n in self._shapes(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.
         generator = torch.Generator("cpu").manual_seed(0)
@@ -149,13 +149,13 @@ class MUDDFormer(Dense[Aggregates]):
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
         """None with norms: the scales of a source are read by many units."""
-        sizes = [ways * n for ways, n in self._shapes(dims)]
+        sizes = self.entries(dims)
         rows = self.each(dims, sizes)
         return {} if self.norms else {"static": rows, "w1": rows, "w2": self.each(dims, [k * k for k in sizes])}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Aggregates:
         """By read t, what its weights are computed with."""
-        sizes = [ways * n for ways, n in self._shapes(dims)]
+        sizes = self.entries(dims)
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
@@ -166,17 +166,17 @@ class MUDDFormer(Dense[Aggregates]):
         ]
         return self.by_read(dims, rows)
 
-    def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
+    def mix(self, history: History, weights: Aggregates, t: int) -> Tensor | Mix | QKVInputs:
         read = weights[t]
         if read.before is not None:
             normed = Free().holding(map(_normed, history.states, read.before))
             return self._mix_normed(normed, weights, t, history.newest)
         # [..., C n], one way after the other
         scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
-        ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
+        ways = history.mixes(None, scores.unflatten(-1, read.static.shape))
         return self.seen(ways, weights, t, history.newest)
 
-    def _mix_normed(self, history: Any, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
+    def _mix_normed(self, history: History, weights: Aggregates, t: int, x: Tensor) -> Tensor | Mix | QKVInputs:
         """`mix`, of a history of normed states; ``x`` is the newest as it is."""
         read = weights[t]
         scores, x = read_off_hidden(x, read.w1, read.w2, read.static.flatten(), _EPS)
@@ -185,7 +185,7 @@ class MUDDFormer(Dense[Aggregates]):
             mixes[-1] = _normed(mixes[-1], read.after)
         return self.seen([_sum(x, mix) for mix in mixes], weights, t, x)
 
-    def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+    def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
         if not self.norms or isinstance(weights, Few):
             return super()._read(states, weights, t)
         newest, history = states

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_count
 from rewire.mixes.again import keep_some
 from rewire.mixes.mix import Mix, mix, pending_mix, softmax
 from rewire.mixes.tokens import project_normed
@@ -20,7 +20,6 @@ from rewire.topologies.base import (
     Start,
     States,
     Topology,
-    check_count,
     in_increments,
     materialize,
     no_preserving_start,
@@ -50,9 +49,6 @@ class MultiGate(Topology[Named]):
     Args:
         streams: n, 2 or more.
         bias: c at the start; None: as above.
-
-    Raises:
-        ValueError: streams is below 2.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # as Attention Residuals, which it is compared with

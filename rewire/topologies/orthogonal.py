@@ -34,9 +34,6 @@ class OrthogonalUpdate(TwoForms[Tensor | None], FirstOrder[Tensor | None]):
 
     Args:
         form: "orthogonal", the paper's, or "gated".
-
-    Raises:
-        ValueError: form is neither.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
@@ -48,11 +45,7 @@ class OrthogonalUpdate(TwoForms[Tensor | None], FirstOrder[Tensor | None]):
     form: Form = "orthogonal"
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``gates``, float32 [T]: c_1..c_T, if they are learned.
-
-        Raises:
-            UnsupportedTopology: a preserving start of the paper's form.
-        """
+        """``gates``, float32 [T]: c_1..c_T, if they are learned."""
         self.check_start(start)
         return {"gates": torch.full((dims.depth,), float(start == "paper"))} if self.form == "gated" else {}
 

@@ -160,7 +160,7 @@ def edges(program: Program) -> int:
 
 def learned_terms(program: Program) -> Iterator[tuple[Line, Term, bool]]:
     """All terms in order, each with its line, and whether it is a learned one, an edge."""
-    for line, own in _lines(program):
+    for line, own in lines_of(program):
         yield from ((line, term, _is_edge(term, own)) for term in line.terms)
 
 
@@ -242,7 +242,7 @@ def matrix(program: Program) -> Tensor:
             return unit[column[source]]
         return shares.get(source, torch.zeros(len(column)))  # a branch output that is no column
 
-    for line, _ in _lines(program):
+    for line, _ in lines_of(program):
         row = torch.zeros(len(column))
         for source, weight, fixed, _ in line.terms:
             row += 0 if fixed else _mean(weight) * share(source)
@@ -277,10 +277,7 @@ def operands(
     return ([], [], [*sources, *added]) if all(map(_is_one, weights)) else (sources, weights, added)
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
-def _lines(program: Program) -> Iterator[tuple[Line, str]]:
+def lines_of(program: Program) -> Iterator[tuple[Line, str]]:
     """All lines in order, each with the branch output that it writes if any: lines after a branch have their own."""
     for t, unit in enumerate(program.units, start=1):
         yield from ((line, "") for line in unit.before)
@@ -299,6 +296,15 @@ def mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Prog
         for t, unit in enumerate(program.units, start=1)
     )
     return program._replace(units=units, finish=changed(program.finish))
+
+
+def with_weights(program: Program, change: Callable[[Weight], Weight]) -> Program:
+    """The program with other weights; what of them is fixed, or not learned, is not told any more."""
+
+    def changed(line: Line, own: str) -> Line:
+        return Line(line.target, tuple(Term(source, change(weight)) for source, weight, *_ in line.terms))
+
+    return mapped(program, changed)
 
 
 def _swept(program: Program) -> tuple[Program, list[Edge]]:
@@ -330,9 +336,6 @@ def _order(program: Program) -> dict[str, int]:
         names += [line.target for line in unit.before]
         names += [branch_of(t), *(line.target for line in unit.after)]
     return {name: number for number, name in enumerate([*names, *(line.target for line in program.finish)])}
-
-
-# -- terms -------------------------------------------------------------------------------------------------------------
 
 
 def _is_edge(term: Term, own: str) -> bool:

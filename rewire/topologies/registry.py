@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rewire.attributes import REGISTERED_NAME
 from rewire.errors import UnknownName
-from rewire.registry import Factories
+from rewire.registry import Factories, Options
 from rewire.topologies.base import Start, Topology
 from rewire.topologies.frozen import Frozen
 
@@ -64,7 +64,7 @@ def list_topologies(pattern: str = "*") -> dict[str, str]:
     return {name: found[name] for name in fnmatch.filter(found, pattern)}
 
 
-def said(text: str) -> tuple[str, dict[str, Any]]:
+def said(text: str) -> tuple[str, Options]:
     """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
 
     Raises:
@@ -76,23 +76,37 @@ def said(text: str) -> tuple[str, dict[str, Any]]:
         option, separator, value = part.partition("=")
         if not (option.strip() and separator and value):
             raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
-        try:
-            options[option.strip()] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            options[option.strip()] = value.strip()  # a word
+        options[option.strip()] = value_of(value)
     return name, options
 
 
-def make_topology(topology: str | Topology, options: dict[str, Any], start: Start | None = None) -> Topology:
+def with_said(text: str, options: Options) -> tuple[str, Options]:
+    """The name in ``text``, and ``options`` with those that are said there.
+
+    Raises:
+        ValueError, TypeError: an option has no value, or two.
+    """
+    name, more = said(text)
+    if twice := more.keys() & options.keys():
+        raise TypeError(f"options {sorted(twice)} of topology '{name}' are given twice.")
+    return name, options | more
+
+
+def value_of(text: str) -> Any:
+    """The value of Python's that it is; else a word."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text.strip()
+
+
+def make_topology(topology: str | Topology, options: Options, start: Start | None = None) -> Topology:
     """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
 
     A name may have options of its own, as `said` reads them. Raises as `Factories.make`.
     """
     if isinstance(topology, str):
-        topology, more = said(topology)
-        if twice := more.keys() & options.keys():
-            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
-        options = options | more
+        topology, options = with_said(topology, options)
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
         _note(made, topology)
@@ -116,18 +130,18 @@ def _note(topology: Topology, name: str) -> None:
         vars(topology)[REGISTERED_NAME] = name
 
 
-def name_and_options(topology: Topology) -> tuple[str, dict[str, Any]]:
+def name_and_options(topology: Topology) -> tuple[str, Options]:
     """What `make_topology` makes this topology of, if it is registered; else the path of its class, and its fields."""
     name = topology.registered_name
     return name, options_of(topology, dict(_FACTORIES.items()).get(name, type(topology)))
 
 
-def options_of(topology: Topology, factory: Callable[..., Topology]) -> dict[str, Any]:
+def options_of(topology: Topology, factory: Callable[..., Topology]) -> Options:
     """What to call ``factory`` with for this topology: the values of its fields that have the parameters' names."""
     return {name: getattr(topology, name) for name in inspect.signature(factory).parameters if hasattr(topology, name)}
 
 
-def named_topology(name: str, options: dict[str, Any]) -> Topology:
+def named_topology(name: str, options: Options) -> Topology:
     """The topology that a file names; never an import.
 
     Raises:

@@ -35,9 +35,6 @@ class Review(TwoForms[Named], FirstOrder[Named]):
 
     Args:
         form: "sigmoid", the paper's, or "difference".
-
-    Raises:
-        ValueError: form is neither.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
@@ -51,11 +48,7 @@ class Review(TwoForms[Named], FirstOrder[Named]):
     form: Form = "sigmoid"
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``state`` and ``update``, the transposed halves of W, float32 [T, D, D]; ``bias``, b, float32 [T, D].
-
-        Raises:
-            UnsupportedTopology: a preserving start of the paper's form.
-        """
+        """``state`` and ``update``, the transposed halves of W, float32 [T, D, D]; ``bias``, b, float32 [T, D]."""
         self.check_start(start)
         square = dims.depth, dims.width, dims.width
         return {"state": torch.zeros(square), "update": torch.zeros(square), "bias": torch.zeros(square[:2])}

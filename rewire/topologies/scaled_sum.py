@@ -63,5 +63,4 @@ def _entries(scales: Tensor) -> Sequence[Weight]:
     """The scales of each unit: [T] as numbers, [T, D] as vectors."""
     if scales.dim() > 1:
         return scales.unbind()
-    numbers: list[float] = scales.tolist()
-    return numbers
+    return scales.tolist()

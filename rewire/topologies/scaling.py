@@ -85,9 +85,6 @@ class LayerScale(BranchScale):
 
     Args:
         eps: the paper start, a positive number; None: CaiT's choice by depth.
-
-    Raises:
-        ValueError: eps is neither.
     """
 
     needs_width: ClassVar[bool] = True

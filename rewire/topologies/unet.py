@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, Granularity, Start
 from rewire.topologies.dense import Dense
@@ -59,9 +60,8 @@ class UNet(Dense[Few]):
         rows = [torch.stack([x, torch.ones_like(x)]) if len(own) > 1 else (x + 1)[None] for x, own in pairs]
         return self.by_read(dims, rows)
 
-    def mix(self, history: Any, weights: Few, t: int) -> Tensor | Mix:
-        mixed: Tensor | Mix = history.mix(weights[t])
-        return mixed
+    def mix(self, history: History, weights: Few, t: int) -> Tensor | Mix:
+        return history.mix(weights[t])
 
     def reads(self, dims: Dims) -> range:
         """Those of the units: the output is ``x_T``."""

@@ -36,9 +36,6 @@ class VarianceGate(TwoForms[Scales], ScaledSum):
     Args:
         temperature: tau > 0.
         form: "gate", Muse Spark's, or "difference".
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # one gate for each residual add
@@ -54,11 +51,7 @@ class VarianceGate(TwoForms[Scales], ScaledSum):
         check_positive("temperature", self.temperature, 0.3)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``gates``, float32 [T, D]: w_1..w_T.
-
-        Raises:
-            UnsupportedTopology: a preserving start of the gate by itself.
-        """
+        """``gates``, float32 [T, D]: w_1..w_T."""
         self.check_start(start)
         return {"gates": torch.zeros(dims.depth, dims.width)}
 

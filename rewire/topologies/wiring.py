@@ -153,7 +153,7 @@ def checked_units(units: Any) -> tuple[Unit, ...] | None:
     return tuple(dict.fromkeys(found))
 
 
-def _unit(unit: Any, given: Any) -> Unit:
+def _unit(unit: Any, given: object) -> Unit:
     """A number, also as a word, as keys of JSON are; or a word."""
     if isinstance(unit, str) and (unit == OUTPUT or unit in KINDS):
         return unit
@@ -188,7 +188,7 @@ def checked_sources(sources: Any) -> Named | None:
     return tuple(dict.fromkeys(_number(one, sources) for one in given))
 
 
-def _of_unit(pair: Any, given: Any) -> tuple[Unit, tuple[int, ...]]:
+def _of_unit(pair: Any, given: object) -> tuple[Unit, tuple[int, ...]]:
     if len(pair) != 2 or isinstance(pair[0], list | tuple):
         raise _wrong(given)
     ((unit,), numbers) = checked_units(pair[0]) or (), checked_sources(pair[1])
@@ -298,7 +298,7 @@ def _everywhere(sources: Any) -> tuple[int, ...]:
     return () if sources is None or isinstance(sources[0], tuple) else sources
 
 
-def _read(name: str, unit: Any, depth: int, reads: Collection[int]) -> int:
+def _read(name: str, unit: Unit, depth: int, reads: Collection[int]) -> int:
     """The number t of the read that ``unit`` names."""
     t = depth + 1 if unit == OUTPUT else 0
     if isinstance(unit, int):
@@ -315,7 +315,7 @@ def _name(t: int, depth: int) -> str:
     return str(t) if t <= depth else repr(OUTPUT)
 
 
-def _number(source: Any, given: Any) -> int:
+def _number(source: Any, given: object) -> int:
     text = source[1:] if isinstance(source, str) and source.startswith("x") else source
     try:
         number = int(text) if isinstance(text, str) else operator.index(text)
@@ -326,7 +326,7 @@ def _number(source: Any, given: Any) -> int:
     return number
 
 
-def _wrong(given: Any) -> ValueError:
+def _wrong(given: object) -> ValueError:
     return ValueError(
         f"sources={given!r}: a source is the number of a unit, 0 or 'x0' for the trunk's input, or negative, counted "
         "from the unit that reads: -1 is the newest. A dict has such a list for each unit."

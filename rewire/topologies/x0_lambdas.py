@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rewire.errors import check_choice
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice, total
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -36,9 +37,6 @@ class X0Lambdas(Recurrence[Tensor]):
 
     Args:
         shortcut: what the branch is added to, "mix" or "state".
-
-    Raises:
-        ValueError: shortcut is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"

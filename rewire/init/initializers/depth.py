@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar, Literal
 
-from rewire.errors import RewireError, check_positive
+from rewire.errors import RewireError, check_choice, check_positive
 from rewire.init import rules
 from rewire.init.registry import Initializer, OfMatrices, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, Roles, Weight, row_of
@@ -27,9 +27,6 @@ class DepthScaled(OfMatrices):
     Args:
         std: a positive number.
         by: "model" or "block".
-
-    Raises:
-        ValueError: an option is not one of those values.
     """
 
     zero: ClassVar[frozenset[str]] = frozenset({"bias"})
@@ -39,8 +36,7 @@ class DepthScaled(OfMatrices):
 
     def __post_init__(self) -> None:
         check_positive("std", self.std, 0.02)
-        if self.by not in ("model", "block"):
-            raise ValueError(f"by={self.by!r}: it has to be one of 'model', 'block'.")
+        check_choice("by", self.by, ("model", "block"))
 
     def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role not in LAST:
@@ -61,9 +57,6 @@ class DeepNorm(OfMatrices):
 
     Args:
         beta: a positive number; None: as above.
-
-    Raises:
-        ValueError: beta is neither.
     """
 
     beta: float | None = None
@@ -98,9 +91,6 @@ class DSInit(OfMatrices):
 
     Args:
         alpha: a positive number, 1 at most in the paper.
-
-    Raises:
-        ValueError: alpha is not positive.
     """
 
     alpha: float = 1.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
+from rewire.errors import check_choice
 from rewire.init import rules
 from rewire.init.registry import OfMatrices, Rule, register_initializer
 from rewire.init.table import ZERO, Roles, Weight
@@ -24,9 +26,6 @@ class Fixup(OfMatrices):
 
     Args:
         fan: "in", or "out".
-
-    Raises:
-        ValueError: fan is neither.
     """
 
     zero: ClassVar[frozenset[str]] = ZERO
@@ -34,11 +33,10 @@ class Fixup(OfMatrices):
     fan: Literal["in", "out"] = "in"
 
     def __post_init__(self) -> None:
-        if self.fan not in ("in", "out"):
-            raise ValueError(f"fan={self.fan!r}: it has to be one of 'in', 'out'.")
+        check_choice("fan", self.fan, ("in", "out"))
 
     def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
-        std = rules.kaiming_std(weight.fan_in if self.fan == "in" else weight.fan_out)
+        std = math.sqrt(2.0 / (weight.fan_in if self.fan == "in" else weight.fan_out))  # He's
         if not weight.branch:
             return rules.normal(std)
         scale = roles.branches ** (-1 / (2 * max(weight.depth, 2) - 2))
