@@ -26,7 +26,7 @@ from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.kernels.cpu import plain
 from rewire.patterns import tiny
 from rewire.patterns.transformers import example_inputs
-from rewire.topologies import make_topology
+from rewire.topologies import make_topology, registry
 
 TESTS = Path(__file__).parents[1]
 ARCHITECTURES = "llama qwen3 qwen3_moe gemma2 gemma3_text gpt2 gpt_neox gptj opt phi falcon bloom mpt mixtral"
@@ -361,6 +361,7 @@ class ScaledInAFile(rewire.Residual):
 
 
 def test_a_topology_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._FACTORIES, "_entries", dict(registry._FACTORIES._entries))
     written(tmp_path, "topology_in_a_file", TOPOLOGY, monkeypatch)
     case = models.CASES["nanogpt-no-targets"]
     rewired = rewire.compile(case.make().eval(), "scaled-in-a-file", factor=0.7, start="paper", validate=False)
