@@ -148,8 +148,10 @@ def _targets(text: Text, node: ast.AST) -> set[str]:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Variables that an expression or statement gives a value."""
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    """Variables that an expression or statement gives a value; not those of a comprehension, which end with it."""
+    inner = {name for part in ast.walk(node) if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {name.id for name in stored if name not in inner}
 
 
 def _statements(text: Text, nodes: Sequence[ast.AST]) -> list[ast.stmt]:
