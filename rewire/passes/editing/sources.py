@@ -126,7 +126,8 @@ class Sources:
     def _is_given(self, scope: Scope, call: ast.Call) -> bool:
         """Whether what a function calls, or has a checkpoint call, is a parameter of its, or an element of one."""
         names = set() if scope.code is None else {*scope.code.co_varnames[: scope.code.co_argcount]}
-        names.discard(self.text(scope).receiver)  # of `Base.method(self, x)`
+        if not scope.helper or _gets_self(scope):
+            names.discard(self.text(scope).receiver)  # of `Base.method(self, x)`
         for called in (call.func, *call.args[:1]):
             while isinstance(called, ast.Subscript):
                 called = called.value
