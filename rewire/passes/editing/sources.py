@@ -143,7 +143,7 @@ class Sources:
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
         for node in (call.func, *call.args[:1]):
-            known = uncompiled(_global(node, caller))
+            known = uncompiled(global_of(node, caller))
             if not isinstance(known, FunctionType):
                 return node, False
             if known.__code__ is not scope.code and undecorated(known).code is scope.code:
@@ -220,14 +220,14 @@ def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bo
     Not so ``Block.step`` and ``super().step``, which find the method of that class.
     """
     if isinstance(node, ast.Attribute) and node.attr == name:
-        return not isinstance(_global(node.value, function), type) and not _is_of_super(node)
+        return not isinstance(global_of(node.value, function), type) and not _is_of_super(node)
     return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "step")
 
 
-def _global(node: ast.expr, function: FunctionType | None) -> object:
+def global_of(node: ast.expr, function: FunctionType | None) -> object:
     """What an expression stands for in a function, if it is a name of a module: ``utils.checkpoint``."""
     if isinstance(node, ast.Attribute):
-        module = _global(node.value, function)
+        module = global_of(node.value, function)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
     return function.__globals__.get(node.id) if function is not None and isinstance(node, ast.Name) else None
 
