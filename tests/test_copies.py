@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import rewire
 from rewire.copies import private, shared, uncompiled
 
 
@@ -110,3 +112,41 @@ def test_threads_put_back_whether_torch_compiles() -> None:
     assert not compiles()
     two.__exit__(None, None, None)
     assert compiles()
+
+
+class Scaled(nn.Module):
+    """Blocks, each with a factor that it has by another one of its marks."""
+
+    def __init__(self, marked: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.factors = marked(dict.fromkeys(self.blocks, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.factor(block) * block(x)
+        return x
+
+    def factor(self, block: nn.Module) -> float:
+        return float(self.factors.get(id(block) if id(block) in self.factors else block, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("marked", "how"),
+    [
+        (lambda factors: {id(block): factor for block, factor in factors.items()}, r"their id\(\)"),
+        (weakref.WeakKeyDictionary, "weak references"),
+        (lambda factors: [weakref.proxy(block) for block in factors], "weak proxies"),
+    ],
+)
+def test_modules_known_by_what_a_copy_has_not_are_refused(marked: Any, how: str) -> None:
+    """Copies would go another way than the model, all of them alike, so that comparing them shows nothing."""
+    with pytest.raises(rewire.RewireError, match=f"'factors' of 'Scaled' knows modules by {how}"):
+        rewire.compile(Scaled(marked), example_inputs=(torch.randn(2, 4),))
+
+
+def test_modules_as_keys_and_proxies_of_others_are_no_reason_to_refuse() -> None:
+    model, other = Scaled(dict), nn.Linear(2, 2)
+    model.others = [weakref.proxy(other)]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(rewire.compile(model, example_inputs=(x,))(x), model(x))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +30,40 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     check_unwrapped(model)
+    check_copies_know_their_modules(model)
     for path, module in model.named_modules():
         if is_edited(module) or isinstance(module, Connection):
             where = f"'{path}'" if path else "the model"
             raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
+
+
+def check_copies_know_their_modules(model: nn.Module) -> None:
+    """Refuse attributes that know modules by what no copy of them has: all copies would go another way than the model.
+
+    Raises:
+        RewireError: saying which attribute does.
+    """
+    ids, own = {id(module) for module in model.modules()}, vars(nn.Module())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            how = "" if name in own else _known_by(value, ids)
+            if how:
+                raise RewireError(
+                    f"'{name}' of '{path or type(module).__name__}' knows modules by {how}, which those of a copy do "
+                    "not have, and rewire works on a copy: let it hold their names, or the modules themselves."
+                )
+
+
+def _known_by(value: Any, ids: set[int]) -> str:
+    """How an attribute, or what is in its container, knows modules with these ids; empty if in no such way."""
+    if isinstance(value, weakref.WeakKeyDictionary):
+        return "weak references" if any(id(key) in ids for key in value) else ""
+    items = [value, *(value if isinstance(value, (dict, list, tuple, set, frozenset)) else ())]
+    items += value.values() if isinstance(value, dict) else ()
+    proxies = (item for item in items if type(item) in weakref.ProxyTypes)
+    if any(id(getattr(getattr(proxy, "modules", None), "__self__", None)) in ids for proxy in proxies):
+        return "weak proxies"
+    return "their id()" if any(type(item) is int and item in ids for item in items) else ""
 
 
 def check_unwrapped(model: nn.Module) -> None:

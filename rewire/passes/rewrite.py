@@ -18,6 +18,7 @@ from rewire.passes.editing.edits import Key, Plans
 from rewire.passes.editing.install import install
 from rewire.passes.editing.other_methods import warn_of_other_methods
 from rewire.passes.editing.plan import plan
+from rewire.passes.editing.refused import check_types
 from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
 from rewire.passes.finding.projections import find_projections
@@ -82,7 +83,7 @@ def edits(
     while True:
         try:
             plans = _plans(prepared, found, chosen)
-            return plans, _texts(plans, next(reversed(chosen), "")), chosen
+            return plans, _texts(prepared.model, plans, next(reversed(chosen), "")), chosen
         except _CannotEdit as failed:
             found.leave(failed.trunk, f"it cannot be edited: {failed.why}")
             if all_of_them or len(chosen) == 1:
@@ -138,12 +139,13 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entere
     return handed
 
 
-def _texts(plans: Plans, trunk: str) -> dict[Key, str]:
+def _texts(model: nn.Module, plans: Plans, trunk: str) -> dict[Key, str]:
     """The new text of each function; one without a trunk (an attention's) is of the trunk of the one before it."""
-    texts = {}
+    texts, classes = {}, {type(model.get_submodule(function.path)) for function in plans.values()}
     for key, function in plans.items():
         trunk = function.trunks[-1] if function.trunks else trunk
         with _editing(trunk):
+            check_types(function, classes)
             texts[key] = edited(function)
     return texts
 

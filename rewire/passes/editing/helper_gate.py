@@ -46,8 +46,8 @@ class HelperGate(Gate):
         if function is None or not same or function.__globals__ is not self.original.__globals__:
             return called  # another one by now: the stream will miss its residual adds, and say so
         edited = self.edited
-        if function.__closure__:
-            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        if function is not self.original:  # that is a stand-in: cells and defaults are those of what is called
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
             edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
         return functools.partial(edited, self, *bound)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 
 from rewire.code.text import Span, Text, written_at
 from rewire.errors import EditError
 from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
+from rewire.passes.editing.edits import FunctionPlan
+from rewire.passes.editing.sources import global_of
 from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import INSIDE, Add
@@ -37,6 +40,27 @@ def check_in_place(carriers: Carriers) -> None:
                 f"{found.code.co_qualname} has the same memory and is read afterwards. Make a new tensor there "
                 "(`x = x + f`), or a copy for the other name (`.clone()`)"
             )
+
+
+def check_types(function: FunctionPlan, classes: Collection[type]) -> None:
+    """Refuse ``type(block) is Block`` where blocks are edited: then they are of a subclass, and would be left out."""
+    for node in ast.walk(function.text.tree):
+        if not isinstance(node, ast.Compare) or not any(map(_asks_for_class, (node.left, *node.comparators))):
+            continue
+        named = {id(global_of(n, function.decorated.function)) for n in ast.walk(node) if isinstance(n, ast.expr)}
+        cls = next((cls for cls in classes if id(cls) in named), None)
+        if cls is not None:
+            raise EditError(
+                f"`{ast.unparse(node)}` at {function.text.where(node)} is False of rewired blocks, whose class is a "
+                f"subclass of {cls.__name__}: ask isinstance(.., {cls.__name__})"
+            )
+
+
+def _asks_for_class(node: ast.expr) -> bool:
+    """Whether an expression is ``type(x)`` or ``x.__class__``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1
+    return isinstance(node, ast.Attribute) and node.attr == "__class__"
 
 
 def check_hooked(carriers: Carriers) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from torch import fx, nn
 
@@ -57,7 +58,9 @@ class Sources:
         wrapped = above is not None and (above in holders or above.co_filename == functools.__file__)
         if method.code is code and not static and not wrapped:  # else its decorator, which is looked into, holds it
             return code.co_name, method, True
-        return _helper_name(code), Decorated(function_with(code, scope.namespace)), False
+        held: Any = _held_by_class(scope)
+        helper = getattr(held, "__func__", held) or function_with(code, scope.namespace)
+        return _helper_name(code), Decorated(helper), False
 
     def text(self, scope: Scope) -> Text:
         """The source of a call's function."""
@@ -122,7 +125,9 @@ class Sources:
 
     def _is_given(self, scope: Scope, call: ast.Call) -> bool:
         """Whether what a function calls, or has a checkpoint call, is a parameter of its, or an element of one."""
-        names = () if scope.code is None else scope.code.co_varnames[: scope.code.co_argcount]
+        names = set() if scope.code is None else {*scope.code.co_varnames[: scope.code.co_argcount]}
+        if not scope.helper or _gets_self(scope):
+            names.discard(self.text(scope).receiver)  # of `Base.method(self, x)`
         for called in (call.func, *call.args[:1]):
             while isinstance(called, ast.Subscript):
                 called = called.value
@@ -138,7 +143,7 @@ class Sources:
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
         for node in (call.func, *call.args[:1]):
-            known = uncompiled(_global(node, caller))
+            known = uncompiled(global_of(node, caller))
             if not isinstance(known, FunctionType):
                 return node, False
             if known.__code__ is not scope.code and undecorated(known).code is scope.code:
@@ -148,8 +153,8 @@ class Sources:
                     f"({known.__module__}.{known.__code__.co_qualname}), and its edited form would not be: call what "
                     "is undecorated"
                 )
-            if known.__code__ is scope.code:
-                return node, not known.__closure__
+            if known.__code__ is scope.code:  # by another name than its own, a stand-in without its defaults is known
+                return node, not known.__closure__ and known is self.function(scope)[1].function
         return call.func, False
 
     def span(self, scope: Scope, op: Op) -> Span:
@@ -197,22 +202,32 @@ def _is_of_super(node: ast.expr) -> bool:
 
 def _gets_self(scope: Scope) -> bool:
     """Whether a function without free variables is a method of its module's class or of a base, and no static one."""
-    code, classes = scope.code, type(scope.module).__mro__
-    own = (vars(cls).get(code.co_name) for cls in classes) if code is not None and not code.co_freevars else ()
-    return any(isinstance(function, FunctionType) and function.__code__ is code for function in own)
+    held = _held_by_class(scope)
+    return isinstance(held, FunctionType) and not held.__code__.co_freevars
+
+
+def _held_by_class(scope: Scope) -> FunctionType | staticmethod[..., Any] | classmethod[Any, ..., Any] | None:
+    """The function of a call, as the class of its module or a base holds it; None if none does."""
+    name = "" if scope.code is None else scope.code.co_name
+    own = (vars(cls).get(name) for cls in type(scope.module).__mro__)
+    found = (held for held in own if getattr(getattr(held, "__func__", held), "__code__", None) is scope.code)
+    return next(found, None) if name else None
 
 
 def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bool:
-    """Whether an expression may be the method of this name, of an object: ``self.step``, not ``Block.step``."""
+    """Whether an expression may be the method of this name, of an object: ``self.step``.
+
+    Not so ``Block.step`` and ``super().step``, which find the method of that class.
+    """
     if isinstance(node, ast.Attribute) and node.attr == name:
-        return not isinstance(_global(node.value, function), type)
+        return not isinstance(global_of(node.value, function), type) and not _is_of_super(node)
     return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "step")
 
 
-def _global(node: ast.expr, function: FunctionType | None) -> object:
+def global_of(node: ast.expr, function: FunctionType | None) -> object:
     """What an expression stands for in a function, if it is a name of a module: ``utils.checkpoint``."""
     if isinstance(node, ast.Attribute):
-        module = _global(node.value, function)
+        module = global_of(node.value, function)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
     return function.__globals__.get(node.id) if function is not None and isinstance(node, ast.Name) else None
 

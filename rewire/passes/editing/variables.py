@@ -17,7 +17,8 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
 
     Between the first and the last of them, the variable may be an argument of one of them, or of a call that gets what
     one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name. Any other function
-    may ask what it got, when it is called one day, and a stream is no tensor.
+    may ask what it got, when it is called one day, and a stream is no tensor. The same holds for what a call returns:
+    ``block(x).float()``, ``dropout(block(x))``.
     """
     statements, parents = _statements(text, calls), text.parents
     names = set(given).union(*(_targets(text, call) for call in calls))
@@ -28,7 +29,9 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
         if more == names:
             break
         names = more
-    return all(_harmless(node, parents, calls) for node in reads if node.id in names)
+    return all(_harmless(node, parents, calls) for node in reads if node.id in names) and not any(
+        _read_at_once(call, parents, calls) for call in calls
+    )
 
 
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
@@ -86,6 +89,18 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
         return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
     return _renamed(node, parents)
+
+
+def _read_at_once(call: ast.Call, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
+    """Whether what a call returns is given to another function than those, or has one of its methods called."""
+    parent = parents[call]
+    if isinstance(parent, (ast.keyword, ast.Starred)):
+        parent = parents[parent]
+    if isinstance(parent, ast.Attribute):
+        return parent.attr not in _FREE and isinstance(parents[parent], ast.Call)
+    if not isinstance(parent, ast.Call) or parent.func is call or _collects(parent):
+        return False
+    return not any(_alike(parent, each) for each in calls)
 
 
 def _collects(call: ast.Call) -> bool:
@@ -148,8 +163,10 @@ def _targets(text: Text, node: ast.AST) -> set[str]:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Variables that an expression or statement gives a value."""
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    """Variables that an expression or statement gives a value; not those of a comprehension, which end with it."""
+    inner = {name for part in ast.walk(node) if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {name.id for name in stored if name not in inner}
 
 
 def _statements(text: Text, nodes: Sequence[ast.AST]) -> list[ast.stmt]:

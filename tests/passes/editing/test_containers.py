@@ -106,9 +106,27 @@ class ListAlone(Net):
         return state[0], torch.tensor(state[1])
 
 
+class ListComprehension(Net):
+    """As networks of several scales hand on a list of their states."""
+
+    def forward(self, x: Tensor) -> Any:
+        states = [self.stem(x)]
+        for block in self.blocks:
+            states = [block(state) for state in states]
+        return states[0], torch.tensor(3)
+
+
+class DictComprehension(Net):
+    def forward(self, x: Tensor) -> Any:
+        states = {"x": self.stem(x)}
+        for block in self.blocks:
+            states = {name: block(state) for name, state in states.items()}
+        return states["x"], torch.tensor(3)
+
+
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("cls", [Data, DataAlone, List, ListAlone])
+@pytest.mark.parametrize("cls", [Data, DataAlone, List, ListAlone, ListComprehension, DictComprehension])
 def test_what_a_caller_reads_in_its_own_container(cls: Any, topology: str, validate: bool) -> None:
     made = [shaken(rewire.compile(c(), topology, example_inputs=(X,), validate=validate), 0.3, 5) for c in (cls, Net)]
     torch.testing.assert_close(made[0](X), made[1](X))

@@ -315,3 +315,16 @@ def test_states_in_an_order_of_their_own(net: Callable[[], nn.Module], topology:
     plain, given = net(), torch.randn(2, 5, 8)
     rewired = rewire.compile(plain, topology, example_inputs=(given,))
     torch.testing.assert_close(rewired(given), plain(given))
+
+
+@pytest.mark.parametrize("asked", ["type(m) is Block", "type(m) in (nn.Conv1d, Block)", "Block == m.__class__"])
+def test_code_that_asks_for_the_very_class_of_a_block(asked: str) -> None:
+    """The rewired one is of a subclass: without validation no block would run, and nothing say so."""
+    body = f"for m in self.modules():\n    if {asked}:\n        x = m(x)"
+    with pytest.raises(rewire.EditError, match=r"is False of rewired blocks.*isinstance\(.., Block\)"):
+        rewire.compile(written_net(body=body), example_inputs=(written_input(),), validate=False)
+
+
+@pytest.mark.parametrize("asked", ["type(m).__name__ == 'Block'", "isinstance(m, Block)", "type(m) is not nn.Linear"])
+def test_other_questions_for_a_class(asked: str) -> None:
+    assert_right(written_net(body=f"for m in self.blocks:\n    if {asked}:\n        x = m(x)"), adds=6)

@@ -544,3 +544,73 @@ def test_a_subclass_of_sequential_that_adds() -> None:
     with pytest.raises(rewire.UnsupportedTopology, match="in a loop over modules"):
         rewire.compile(model, "dca", example_inputs=(x,), validate=False)
     rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+
+
+def scaled(x: Tensor, f: Tensor, scale: float = 1.0, *, shift: float = 0.0) -> Tensor:
+    return x + f * scale + shift
+
+
+by_another_name = scaled
+del scaled
+
+
+def blocks_with_defaults() -> tuple[type[PreNorm], ...]:
+    """Blocks whose helpers have defaults, in classes that no name of the module leads to."""
+
+    class Adds(PreNorm):
+        @staticmethod
+        def plus(x: Tensor, f: Tensor, scale: float = 1.0) -> Tensor:
+            return x + f * scale
+
+        @classmethod
+        def added(cls, x: Tensor, f: Tensor, scale: float = 1.0) -> Tensor:
+            return x + f * scale
+
+        def attended(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x + self.attn(self.ln_1(x)) * scale
+
+    class Static(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.plus(x, self.attn(self.ln_1(x)))
+            return self.added(x, self.mlp(self.ln_2(x)))
+
+    class Inside(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            def add(x: Tensor, f: Tensor, scale: float = 1.0) -> Tensor:
+                return x + f * scale
+
+            x = add(x, self.attn(self.ln_1(x)))
+            return add(x, self.mlp(self.ln_2(x)))
+
+    class Renamed(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = by_another_name(x, self.attn(self.ln_1(x)))
+            return by_another_name(x, self.mlp(self.ln_2(x)))
+
+    class Super(Adds):
+        def attended(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().attended(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attended(x)
+            return x + self.mlp(self.ln_2(x))
+
+    class ByTheBase(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().attended(x)
+            return x + self.mlp(self.ln_2(x))
+
+    return Static, Inside, Renamed, Super, ByTheBase
+
+
+*DEFAULTS, BY_THE_BASE = blocks_with_defaults()
+
+
+@pytest.mark.parametrize("block", DEFAULTS)
+def test_defaults_of_helpers(block: type[PreNorm]) -> None:
+    alike(Stack(block, 2), "ancre-ingoing", validate=False)
+
+
+def test_a_method_that_is_called_as_the_base_classs() -> None:
+    with pytest.raises(rewire.EditError, match=r"call it by its name there, as `self.attended`"):
+        rewire.compile(Stack(BY_THE_BASE, 2), example_inputs=(vectors(),))

@@ -287,3 +287,16 @@ def test_a_first_state_that_a_lambda_makes_beside_others_is_refused() -> None:
     )
     with pytest.raises(rewire.EditError, match="that runs 2 times, of which one makes its first state"):
         rewire.compile(written_net(body=body), "ancre-ingoing", example_inputs=(written_input(),))
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "block(x).float()",
+        "block(x).contiguous()",
+        "F.dropout(block(x), 0.0, self.training)",
+    ],
+)
+def test_what_returns_the_state_itself_where_a_block_is_called(between: str) -> None:
+    """In the expression that calls a block stands what does nothing here: no operation shows it."""
+    assert_right(written_net(body=f"for block in self.blocks:\n    x = {between}"), 6)
