@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -84,6 +85,18 @@ def gather_for_forward_only(module: nn.Module) -> None:
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     if state_of is not None and all(group.modules == (module,) for group in state_of()._fsdp_param_groups):
         module.set_unshard_in_backward(False)  # type: ignore[operator]
+
+
+def unseen_by_selective_checkpoints(module: nn.Module) -> AbstractContextManager[Any]:
+    """To call a module whose FSDP2 hooks run other operations in backward than in forward.
+
+    Selective checkpointing counts operations, and torch 2.13 raises then (github.com/pytorch/pytorch/pull/196862).
+    """
+    if hasattr(module, "_get_fsdp_state") and not torch.compiler.is_compiling():
+        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+        if any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__):
+            return torch.utils._python_dispatch._pop_mode_temporarily()
+    return nullcontext()
 
 
 def has_groups_inside(module: nn.Module) -> bool:

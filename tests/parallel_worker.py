@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ring_on_cpu
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch.distributed._functional_collectives import reduce_scatter_single_auto
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -428,6 +430,26 @@ def silent() -> None:
         torch.manual_seed(dist.get_rank())
         independent = mixed(Model(), key, example_inputs=(tokens(),))
         steps(independent, 5, torch.optim.AdamW, True, lambda name: False, data=dist.get_rank())
+
+
+def torchs_context_parallel() -> None:
+    """Ring attention over parts of a sequence that are put in another order, to balance the load."""
+    ring_on_cpu.enable()
+    ids, weight = tokens(12), torch.randn(2, 12, 23, generator=torch.Generator().manual_seed(4))
+    for key in ("ancre-ingoing", "muddformer", "hc-dynamic", "mhc"):
+        model = make(key)
+        (model(ids) * weight).sum().backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        rewire.parallelize(model, mesh(), sequence=True)
+        mine = [ids.clone(), weight.clone()]
+        with context_parallel(mesh(), buffers=mine, buffer_seq_dims=[1, 1]):
+            assert mine[0].shape == (2, 6)
+            (model(mine[0]) * mine[1]).sum().backward()
+        for name, p in model.named_parameters():
+            if "depth_connections" not in name:
+                dist.all_reduce(p.grad)
+        compare(expected, {name: p.grad for name, p in model.named_parameters()}, 1e-4, key)
 
 
 class Collectives(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,9 @@ import two_processes
 
 
 def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
-    """Functions of distributed_worker.py, one after the other in the same processes.
-
-    `test_every_topology` was seen to lose a process, once in about fifty runs with torch 2.13. Gloo's threads drop
-    tensors that have Python objects when they like (github.com/pytorch/pytorch/pull/179291), and it makes thousands of
-    them; valgrind finds no fault of rewire's in it. So the first crash is a warning, and the second one an error.
-    """
+    """Functions of distributed_worker.py, one after the other in the same processes."""
     worker = Path(__file__).with_name("distributed_worker.py")
-    try:
-        two_processes.play(worker, tmp_path, *scenarios, ranks=ranks)
-    except two_processes.Crashed as crash:
-        warnings.warn(f"a process crashed, and all ran once more: {crash}", stacklevel=2)
-        two_processes.play(worker, tmp_path, *scenarios, ranks=ranks)
+    two_processes.play_despite_gloo(worker, tmp_path, *scenarios, ranks=ranks)
 
 
 def test_training_is_that_of_one_process_and_ranks_that_differ_are_noticed(tmp_path: Path) -> None:

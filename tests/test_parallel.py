@@ -38,3 +38,9 @@ def test_every_kind_of_topology(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_blocks_and_plans_of_transformers(tmp_path: Path) -> None:
     run(tmp_path, "by_hand", "transformers_plan")
+
+
+@pytest.mark.slow
+def test_context_parallelism_of_torch(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("parallel_worker.py")
+    two_processes.play_despite_gloo(worker, tmp_path, "torchs_context_parallel")

@@ -8,6 +8,11 @@ The debug models of torchtitan run on CPUs with gloo here, on random tokens. Wor
 - gloo has no PREMUL_SUM, which FSDP2 takes to divide gradients: it is told to sum;
 - torchtitan 0.3 gives schedules lists of micro-batches (``arg_mbs``), which torch 2.13's do not take: it gives them the
   batch, and they split it;
+- experts compute in bfloat16, whatever the model's dtype is, and their gradients are then off by its rounding: they
+  compute in the model's dtype;
+- for CPU offload it asks for gloo beside the accelerator's backend, which is gloo here: one is enough; and memory is
+  pinned for an accelerator only;
+- context parallelism of torch does not know the attention operator of CPUs: `ring_on_cpu`;
 - torch.cpu has no name, capacity or statistics of memory: there is a monitor that knows nothing. Nor is its current
   device a number, which a barrier takes that sets time limits: there are none.
 """
@@ -19,19 +24,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import ring_on_cpu
 import torch
 
 torch._utils._get_available_device_type = lambda: "cpu"
 
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.quantization import Float8LinearConverter  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel  # noqa: E402
@@ -56,6 +66,10 @@ def _sum(module: FSDPModule, factor: float) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
+def _one_backend(*args: Any, **options: Any) -> int:
+    return _begin(*args, **{**options, "enable_cpu_backend": False})
+
+
 def _pipeline_step(
     trainer: Any, *, input_dict_mbs: list[Any], label_mbs: list[torch.Tensor], global_valid_tokens: torch.Tensor
 ) -> torch.Tensor:
@@ -70,9 +84,24 @@ def _pipeline_step(
     return torch.stack(losses).sum() if losses else torch.tensor([-1.0])
 
 
+def _experts(experts: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The feed-forwards of experts, in the dtype of the model."""
+    up, down, gate = (
+        (p.to_local() if isinstance(p, DTensor) else p).transpose(-2, -1)
+        for p in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
+    )
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    hidden = F.silu(F.grouped_mm(x, up, offs=ends)) * F.grouped_mm(x, gate, offs=ends)
+    return F.grouped_mm(hidden, down, offs=ends)
+
+
+ring_on_cpu.enable()
+GroupedExperts.forward = _experts
 Trainer.pp_forward_backward_step = _pipeline_step
 metrics.build_device_memory_monitor = NoMonitor
 utils.set_pg_timeouts = lambda **_: None
+CPUOffloadPolicy.__init__.__defaults__ = (False,)
+_begin, utils.init_distributed = utils.init_distributed, _one_backend
 _divide, FSDPModule.set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor, _sum
 
 
@@ -93,7 +122,7 @@ class Tokens(BaseDataLoader):
             batch, length = self.shape
             tokens = torch.randint(self.vocabulary, (batch, length + 1), generator=generator)
             self.number += 1
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+            yield {"input": tokens[:, :-1], "positions": torch.arange(length).repeat(batch, 1)}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {"number": self.number}
@@ -120,9 +149,9 @@ class NoTokenizer(BaseTokenizer):
         raise NotImplementedError
 
 
-def _small(config: Trainer.Config, family: Any) -> Trainer.Config:
+def _small(config: Trainer.Config, family: Any, flavor: str = "debugmodel", **options: Any) -> Trainer.Config:
     """A debug model that trains on a CPU."""
-    config.model_spec = family.model_registry("debugmodel")
+    config.model_spec = family.model_registry(flavor, **options)
     model = config.model_spec.model
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -169,3 +198,34 @@ def deepseek_v3_plain() -> Trainer.Config:
 
 def deepseek_v3_rewired() -> Trainer.Config:
     return _topology(deepseek_v3_plain())
+
+
+def qwen3_apart_plain() -> Trainer.Config:
+    """With projections of q, k and v by themselves."""
+    return _small(qwen3_debugmodel(), qwen3, "debugmodel_non_fused_qkv")
+
+
+def qwen3_apart_rewired() -> Trainer.Config:
+    return _topology(qwen3_apart_plain())
+
+
+def qwen3_moe_plain() -> Trainer.Config:
+    """With these projections, too."""
+    config = _small(qwen3_debugmodel(), qwen3, "debugmodel_moe")
+    for layer, other in zip(config.model_spec.model.layers, qwen3_apart_plain().model_spec.model.layers, strict=True):
+        layer.attention = other.attention
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
+    del config.model_spec.model.layers[4:]
+    return config
+
+
+def qwen3_moe_rewired() -> Trainer.Config:
+    return _topology(qwen3_moe_plain())
+
+
+def llama3_float8_plain() -> Trainer.Config:
+    return _small(llama3_debugmodel(), llama3, converters=[Float8LinearConverter.Config(emulate=True)])
+
+
+def llama3_float8_rewired() -> Trainer.Config:
+    return _topology(llama3_float8_plain())

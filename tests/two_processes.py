@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -31,6 +32,21 @@ def play(script: Path, folder: Path, *scenarios: str, ranks: int = 2) -> None:
     """
     for text in run(script, folder, *scenarios, ranks=ranks):
         assert [name for name in scenarios if f"{name} passed" not in text] == []
+
+
+def play_despite_gloo(script: Path, folder: Path, *scenarios: str, ranks: int = 2) -> None:
+    """`play`; if a process crashes, once more, with a warning.
+
+    `test_distributed.test_every_topology` was seen to lose a process, once in about fifty runs with torch 2.13. Gloo's
+    threads drop tensors that have Python objects when they like (github.com/pytorch/pytorch/pull/179291), and it makes
+    thousands of them; valgrind finds no fault of rewire's in it. Torch's context parallelism was seen to lose one, once
+    in fifteen runs, for a reason that was not found. So the first crash is a warning, and the second one an error.
+    """
+    try:
+        play(script, folder, *scenarios, ranks=ranks)
+    except Crashed as crash:
+        warnings.warn(f"a process crashed, and all ran once more: {crash}", stacklevel=2)
+        play(script, folder, *scenarios, ranks=ranks)
 
 
 def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:

@@ -33,7 +33,13 @@ from rewire.runtime.pieces import apart, pieces, together
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, topology_in
-from rewire.torch_internals import buffers_of, drop_parameters, gather_for_forward_only, parameters_of
+from rewire.torch_internals import (
+    buffers_of,
+    drop_parameters,
+    gather_for_forward_only,
+    parameters_of,
+    unseen_by_selective_checkpoints,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,7 +145,8 @@ class Connection(Watched):
 
     def __call__(self, x: Tensor, *resume: Callable[[Tensor], Stream]) -> Stream:
         show_tensors_to_global_hooks()
-        stream: Stream = super().__call__(x, *resume)
+        with unseen_by_selective_checkpoints(self):
+            stream: Stream = super().__call__(x, *resume)
         return stream
 
     def forward(self, x: Tensor, resume: Callable[[Tensor], Stream] | None = None) -> Stream:

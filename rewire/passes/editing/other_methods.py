@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
@@ -41,11 +42,13 @@ def _others(module: nn.Module, plan: FunctionPlan) -> Iterator[FunctionType]:
         if branches and not cls.__module__.startswith("torch."):
             own = {**vars(cls), **own}
     for name, method in own.items():
-        if isinstance(method, FunctionType) and name != plan.name and _adds(method.__code__, branches):
+        if isinstance(method, FunctionType) and name not in (plan.name, "__init__") and _adds(method, branches):
             yield method
 
 
-def _adds(code: CodeType, branches: set[str]) -> bool:
-    """Whether a function names all branches, and adds something."""
-    steps = dis.get_instructions(code) if branches.issubset(code.co_names) else ()
+def _adds(method: FunctionType, branches: set[str]) -> bool:
+    """Whether a method takes something, names all branches, and adds."""
+    code = method.__code__
+    takes = len(inspect.signature(method).parameters) > 1
+    steps = dis.get_instructions(code) if takes and branches.issubset(code.co_names) else ()
     return any(step.opname == "BINARY_OP" and step.argrepr in ("+", "+=") for step in steps)

@@ -116,7 +116,8 @@ class Sources:
         if not any(_names_method(node, scope.code.co_name, caller) for node in ast.walk(text.tree)):
             if scope.code.co_name == "__call__":
                 raise EditError(
-                    f"'{scope.path}' adds in `__call__`, which Python looks up on its class: write that in its forward"
+                    f"the stream passes the `__call__` of '{scope.path}', which Python looks up on its class, where no "
+                    "edit can be: add in its forward, and give the class `__call__ = torch.nn.Module.__call__`"
                 )
             raise EditError(
                 f"`{ast.unparse(call.func)}` at {text.where(call)} is the method '{scope.code.co_name}' of "

@@ -57,6 +57,7 @@ class Scope:
         bare: whether it is a forward that was called as a function, rather than by its module.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
+        returns_more: whether it returned anything else than one tensor.
         namespace: globals of a helper.
         again: code of functions inside the function that activation checkpointing runs, and runs again; where it is
             handed these.
@@ -73,6 +74,7 @@ class Scope:
     bare: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
+    returns_more: bool = False
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: dict[CodeType, Place] = dataclasses.field(default_factory=dict)
     key: Any = None

@@ -129,11 +129,17 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
     """The layout of a fused projection's output: how the forward uses it, else as a pattern declares it.
 
     Raises:
-        UnsupportedTopology: the forward uses it in another order than q, k, v, or in parts of several sizes.
+        UnsupportedTopology: the forward uses it in another order than q, k, v, or in parts of several sizes; or the
+            projection returns more than a tensor.
     """
     if not _needs_layout(flow.model, paths):
         return None
     path = paths[-1]
+    if any(call.returns_more for call in flow.calls if call.path == path and not call.helper):
+        raise UnsupportedTopology(
+            f"the attention '{site.name}' cannot have separate q/k/v inputs: '{path}' makes all three, and returns "
+            "more than one tensor. Let it return its features alone, or use a topology that reads one value."
+        )
     features = features_in(flow, add, path, out_features(_submodule(flow.model, path)) or 0, site.width or 0)
     fused = as_fused(features)
     if len({*features}) + len(paths) != 4:  # it makes all three; or two, where another one makes the third

@@ -127,7 +127,7 @@ class Recorder(TorchFunctionMode):
                 op.matrices = sum(is_matrix(p.shape) or _is_packed(p) for p in module.parameters())
                 if gradient_of(tensor) is not None and next(module.children(), None) is not None:
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
-        scope.results = self._ops(output)
+        scope.results, scope.returns_more = self._ops(output), not isinstance(output, Tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,6 +9,7 @@ import torch
 from models import NanoGPT, PreNorm, SeparateAttention, SeparatePreNorm, Stack, token_ids, vectors
 from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import rewire
 from rewire.code.edited import is_edited
@@ -52,6 +53,36 @@ def test_torch_layers(norm_first: bool, decoder: bool) -> None:
     else:
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, **settings), 2, enable_nested_tensor=False)
         check_reads(Reader(model, (x,)))
+
+
+class WithBias(nn.Linear):
+    """Returns the bias, too, as linear maps of Megatron's do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+class AttentionOfTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_qkv, self.proj = WithBias(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear_qkv(x)[0].unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def with_tuples() -> nn.Module:
+    model = Stack(PreNorm)
+    for layer in model.layers:
+        layer.attn = AttentionOfTuples()
+    return model
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_fused_projection_that_returns_more_than_a_tensor(validate: bool) -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match=r"linear_qkv' makes all three, and returns more than one"):
+        rewire.compile(with_tuples(), Apart(), example_inputs=(vectors(),), validate=validate)
 
 
 @pytest.mark.parametrize(

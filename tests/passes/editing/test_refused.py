@@ -261,6 +261,18 @@ class AddsInItsCall(Residual):
         return self.f(x)
 
 
+class HasACall(Residual):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
+class HasTwoCalls(HasACall):
+    """As layers of Megatron's, which may replay a CUDA graph there."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
 class Biased(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.f.bias + self.f(x)
@@ -271,7 +283,11 @@ class Biased(Residual):
     [
         (Mapped, "starts with a tensor that no operation makes .* inside torch.vmap"),
         (lambda: nn.Sequential(*(AddsInADecorator(torch.float32) for _ in range(3))), "in a decorator's wrapper, say"),
-        (lambda: nn.Sequential(*(AddsInItsCall(torch.float32) for _ in range(3))), "'0' adds in `__call__`"),
+        (lambda: nn.Sequential(*(AddsInItsCall(torch.float32) for _ in range(3))), "passes the `__call__` of '0'"),
+        (
+            lambda: nn.Sequential(*(HasTwoCalls(torch.float32) for _ in range(3))),
+            "add in its forward, and give the class",
+        ),
         (lambda: nn.Sequential(*(Biased(torch.float32) for _ in range(3))), "a sum with a number or a weight"),
     ],
 )

@@ -196,12 +196,26 @@ class Streams(Added):
         return self.norm(x)
 
 
+class NamesItsBranches(Branch):
+    """Two methods name all branches and add something, and neither adds to a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = self.up.weight.numel() + self.down.weight.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def numbers(self) -> int:
+        return self.up.weight.numel() + self.down.weight.numel()
+
+
 class StepsInEvaluation(Streams):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x)))) if self.training else self.step(x)
 
 
-@pytest.mark.parametrize(("cls", "warned"), [(Streams, 1), (StepsInEvaluation, 0), (Added, 0)])
+@pytest.mark.parametrize(("cls", "warned"), [(Streams, 1), (StepsInEvaluation, 0), (NamesItsBranches, 0)])
 def test_methods_that_stay_plain_are_named(cls: type[nn.Module], warned: int, caplog: pytest.LogCaptureFixture) -> None:
     rewire.compile(nn.Sequential(cls(), cls(), cls()), "ancre-ingoing", example_inputs=(torch.randn(2, WIDTH),))
     said = [record.getMessage() for record in caplog.records if "in another way" in record.getMessage()]
