@@ -180,7 +180,7 @@ def _made(spec: str, kind: str, name: str) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise RewireError(
-            f"'{spec}' returned a {type(made).__name__}, not a torch.nn.Module or a pair (model, (x,)) with inputs."
+            f"'{spec}' returned {made!r:.60}: give what returns a torch.nn.Module, or a pair (model, (x,)) with inputs."
         )
     return model, inputs
 

@@ -30,6 +30,7 @@ from rewire.cli.arguments import (
 )
 from rewire.console import progress
 from rewire.ejecting.eject import check_free
+from rewire.errors import UnknownName, did_you_mean
 from rewire.kernels import MixSpec, source
 from rewire.passes.inputs import known_inputs
 from rewire.patterns import patterns_for
@@ -129,11 +130,15 @@ def list_command(
     """List the known topologies, initialisers and architectures, including those of plug-ins."""
     console = output.console()
     topologies = rewire.list_topologies(pattern or "*")
+    if not topologies:
+        begin_so = rewire.list_topologies(f"{pattern}*")
+        near = f" Did you mean '{pattern}*'?" if begin_so else did_you_mean(pattern, rewire.list_topologies())
+        raise UnknownName(f"no topology has a name like '{pattern}'.{near}")
     if json:
         others = {"initialisers": rewire.list_initializers(), "architectures": rewire.list_patterns()}
         output.print_json({"topologies": topologies, **({} if pattern else {"shapes": shapes(), **others})})
         return
-    console.print(output.table("Topologies", topologies or {"none": ""}))
+    console.print(output.table("Topologies", topologies))
     if pattern:
         return
     console.print(output.table("Shapes that bench knows", shapes()))
@@ -169,7 +174,7 @@ def plot_command(
 ) -> None:
     """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
     target = out or checkpoint.with_suffix(f".{kind}.png")
-    with as_messages(ImportError, OSError):
+    with as_messages(ImportError):
         rewire.plot(checkpoint, target, kind)
     _wrote(target, json)
 
@@ -210,7 +215,7 @@ def diagnose_command(
     else:
         output.console().print(found)
     if out:
-        with as_messages(ImportError, OSError, ValueError):
+        with as_messages(ImportError, ValueError):
             found.plot(out)
         if not json:
             _wrote(out, json)
@@ -259,7 +264,7 @@ def kernels_command(
     ] = ("scalar"),
     scores: Annotated[bool, typer.Option("--scores", help="Add weights per token.")] = False,
     added: Annotated[int, typer.Option(min=0, help="Branch outputs that are added.")] = 0,
-    outputs: Annotated[int, typer.Option(help="Number of mixes of the same states, 1 to 8.")] = 1,
+    outputs: Annotated[int, typer.Option(min=1, max=8, help="Number of mixes of the same states.")] = 1,
     norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
     probe: Annotated[bool, typer.Option("--probe", help="Add dot products with one more tensor.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Print the kernel of the gradients.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -87,7 +86,7 @@ def study_command(
             device=device or None,
         )
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        output.print_json(found.as_json())
         return
     console = output.console()
     console.print(found.headline(), highlight=False, soft_wrap=True)
