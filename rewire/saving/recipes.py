@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from rewire.attributes import CONNECTIONS
 from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
-from rewire.passes.checks import check_model
+from rewire.passes.checks import check_model, check_unwrapped
 from rewire.passes.editing.connect import place
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.prepare import Prepared, prepare
@@ -45,13 +45,14 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     ``sites`` tell the trunk's residual adds in words: what another model is known by.
 
     Raises:
-        RewireError: a trunk is not where it was, because something wraps the model since; or its topology is not
-            registered.
+        WrappedModel, RewireError: a trunk is not where it was, because something wraps the model since; or its topology
+            is not registered.
     """
     recipes = {}
     for path, module in model.named_modules():
         if isinstance(module, Connection) and module.trunk is not None:
             if path != place(module.trunk):
+                check_unwrapped(model)
                 raise moved_trunk(module.layout.trunk, model, "save")
             recipe, topology = module.recipe(), module.layout.topology
             if topology_in(recipe) != topology:
