@@ -36,10 +36,10 @@ from rewire.passes.prepare import Prepared, prepare, without_inputs
 from rewire.passes.rewrite import edits, restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given
+from rewire.registry import said
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.topologies.registry import said
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
@@ -128,9 +128,10 @@ def compile(
         topology: a name (`rewire.list_topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
             trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
             Trunks that the dict does not name are left as they are.
-        init: an initialiser or its name (`rewire.list_initializers` lists them): the rewired model gets weights of its
-            own, with new values (see `rewire.initialize`); validation comes before. None keeps the weights. On the
-            meta device nothing is initialised, and a warning is logged: call `rewire.initialize` after ``to_empty``.
+        init: an initialiser or its name (`rewire.list_initializers` lists them), with options as in
+            ``"scaled:branch=4"``: the rewired model gets weights of its own, with new values (see `rewire.initialize`);
+            validation comes before. None keeps the weights. On the meta device nothing is initialised, and a warning is
+            logged: after ``to_empty`` call ``reset_parameters`` of all modules that have it, and `rewire.initialize`.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
@@ -246,8 +247,11 @@ def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
 def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
     """A copy with weights of its own, initialised: the caller's model keeps its values."""
     rewired = copy.deepcopy(rewired)
-    if initialize(rewired, initializer).deferred:
-        log.warning("%s was not initialised: its parameters are on the meta device.", type(rewired).__name__)
+    report, name = initialize(rewired, initializer), type(rewired).__name__
+    if report.deferred:
+        log.warning("%s was not initialised: its parameters are on the meta device.", name)
+    elif not report.applied:
+        log.warning("%s was not initialised: %s leaves all of its weights as they are.", name, initializer)
     return rewired
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import inspect
@@ -18,6 +19,25 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower()).removesuffix("s")
+
+
+def said(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
+
+    Raises:
+        ValueError: an option has no value.
+    """
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in re.split(r"[,:](?=[^,:=]*=)", rest) if rest else ():
+        option, separator, value = part.partition("=")
+        if not (option.strip() and separator and value):
+            raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
+        try:
+            options[option.strip()] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            options[option.strip()] = value.strip()  # a word
+    return name, options
 
 
 class Registry(Generic[V]):
@@ -109,9 +129,12 @@ class Factories(Registry[Callable[..., V]]):
     def make(self, given: str | V, options: dict[str, Any]) -> V:
         """What the factory of that name makes of ``options``, or the object itself.
 
+        A name may have options of its own, as `said` reads them.
+
         Raises:
             UnknownName: no such name; the nearest ones are given.
-            TypeError: neither a name nor such an object, or no such option.
+            TypeError: neither a name nor such an object, or no such option, or one that is given twice.
+            ValueError: an option in the name has no value.
         """
         if isinstance(given, self.product):
             if options:
@@ -119,6 +142,10 @@ class Factories(Registry[Callable[..., V]]):
             return given
         if not isinstance(given, str):
             raise TypeError(f"{self.kind} must be a name or a {self.public}, not {type(given).__name__}.")
+        given, more = said(given)
+        if twice := more.keys() & options.keys():
+            raise TypeError(f"options {sorted(twice)} of {self.kind} '{given}' are given twice.")
+        options = options | more
         factory = self.get(given)
         allowed = list(inspect.signature(factory).parameters)
         for option in options:

@@ -407,6 +407,11 @@ def test_a_topology_with_options(run: Run, topology: str) -> None:
     assert "an option is written name=value" in failed(run("diff", "hf:llama", "--topology", "hc-static:streams"))
 
 
+def test_an_initialiser_with_options(run: Run) -> None:
+    assert run("diff", "user_net:Net", "--init", "idinit:eps=1e-4").exit_code == 0
+    assert "has no option 'epsilon': it takes" in failed(run("diff", "user_net:Net", "--init", "idinit:epsilon=1"))
+
+
 def test_start_and_init(run: Run, tmp_path: Path) -> None:
     """The plain network is what it starts as, unless another start is asked for."""
     texts = []

@@ -21,9 +21,11 @@ import rewire
 from rewire.bench.shapes import batch_for, make_shape
 from rewire.console import progress
 from rewire.errors import RewireError, UnknownName, did_you_mean
+from rewire.init.registry import make_initializer
 from rewire.patterns import first_given, patterns_for
+from rewire.registry import said
 from rewire.saving.recipes import first_line
-from rewire.topologies.registry import make_topology, said
+from rewire.topologies.registry import make_topology
 from rewire.torch_internals import pytree
 
 MODEL = typer.Argument(
@@ -60,7 +62,10 @@ _REWIRING = {
         typer.Option(help="Initial connection weights: those of the plain network, or of the paper."),
     ],
     "init": Annotated[
-        str | None, typer.Option(metavar="NAME", help="Initialise all weights with it; 'rewire list' shows all names.")
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,..]", help="Initialise all weights with it; 'rewire list' shows all names."
+        ),
     ],
     "units": Annotated[
         str | None,
@@ -218,6 +223,8 @@ def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
             raise ValueError(f"units are given twice: by --units, and in '{topology}'.")
         options |= {key: settings[key] for key in settings.keys() & {"units"}}
         make_topology(name, {key: value for key, value in options.items() if key not in _OF_COMPILE})
+        if "init" in settings:
+            make_initializer(settings["init"], {})
     return rewire.compile(model, topology, **settings)
 
 

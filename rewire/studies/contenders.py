@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rewire.compiler import compile
+from rewire.registry import said
 from rewire.runtime.connection import connections
-from rewire.topologies.registry import said
 
 #: What a study compares unless told otherwise.
 DEFAULT = (

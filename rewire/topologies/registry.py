@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rewire.attributes import REGISTERED_NAME
 from rewire.errors import UnknownName
-from rewire.registry import Factories
+from rewire.registry import Factories, said
 from rewire.topologies.base import Start, Topology
 from rewire.topologies.frozen import Frozen
 
@@ -64,38 +62,14 @@ def list_topologies(pattern: str = "*") -> dict[str, str]:
     return {name: found[name] for name in fnmatch.filter(found, pattern)}
 
 
-def said(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
-
-    Raises:
-        ValueError: an option has no value.
-    """
-    name, _, rest = text.partition(":")
-    options = {}
-    for part in re.split(r"[,:](?=[^,:=]*=)", rest) if rest else ():
-        option, separator, value = part.partition("=")
-        if not (option.strip() and separator and value):
-            raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
-        try:
-            options[option.strip()] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            options[option.strip()] = value.strip()  # a word
-    return name, options
-
-
 def make_topology(topology: str | Topology, options: dict[str, Any], start: Start | None = None) -> Topology:
     """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
 
-    A name may have options of its own, as `said` reads them. Raises as `Factories.make`.
+    Raises as `Factories.make`.
     """
-    if isinstance(topology, str):
-        topology, more = said(topology)
-        if twice := more.keys() & options.keys():
-            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
-        options = options | more
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
-        _note(made, topology)
+        _note(made, said(topology)[0])
     form = made if start is None else made.for_start(start)
     if type(form) is type(made):
         _note(form, made.registered_name)  # a copy with other fields does not have it
