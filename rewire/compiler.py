@@ -40,6 +40,7 @@ from rewire.registry import said
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
+from rewire.topologies.registry import make_topology
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
@@ -196,6 +197,19 @@ def compile(
     rewired = _rewired(model, prepared, found, topologies, granularity, start, validate, loop)
     made = rewired if initializer is None else _initialized(rewired, initializer)
     return cast("M", made)  # its class is one that is derived from the model's
+
+
+def check_named(topology: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is wrong by itself in a topology's name and options, settings of `compile` among them.
+
+    Raises:
+        UnknownName, TypeError, ValueError: as `compile`.
+    """
+    settings = ("granularity", "init", "loop", "start")
+    make_topology(topology, {name: value for name, value in options.items() if name not in settings})
+    check_choices(**{name: options[name] for name in options.keys() & set(settings) - {"init"}})
+    if options.get("init") is not None:
+        make_initializer(options["init"], {})
 
 
 def _rewired(

@@ -14,14 +14,12 @@ from rewire.errors import RewireError, with_notes
 
 
 class _Commands(TyperGroup):
-    """Shows the errors that rewire raises on purpose, and those of files, as one line."""
+    """Shows the errors that rewire raises on purpose as one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # `rewire diff MODEL | head`: typer ends quietly
-        except (RewireError, OSError) as error:  # OSError: what cannot be read or written
+        except RewireError as error:
             output.console(stderr=True).print(Text(f"error: {with_notes(error)}", style="red"), soft_wrap=True)
             raise typer.Exit(1) from None
 

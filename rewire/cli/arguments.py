@@ -19,13 +19,12 @@ from torch import nn
 
 import rewire
 from rewire.bench.shapes import batch_for, make_shape
+from rewire.compiler import check_named
 from rewire.console import progress
 from rewire.errors import RewireError, UnknownName, did_you_mean
-from rewire.init.registry import make_initializer
 from rewire.patterns import first_given, patterns_for
 from rewire.registry import said
 from rewire.saving.recipes import first_line
-from rewire.topologies.registry import make_topology
 from rewire.torch_internals import pytree
 
 MODEL = typer.Argument(
@@ -40,7 +39,6 @@ Topology = Annotated[
     str,
     typer.Option(metavar="NAME[:OPTION=VALUE,..]", help="How to connect the blocks; 'rewire list' shows all names."),
 ]
-_OF_COMPILE = ("granularity", "init", "loop", "start")
 #: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
 TO_READ: dict[str, Any] = {"start": "paper", "validate": False}
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -221,10 +219,7 @@ def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
         name, options = said(topology)
         if "units" in options and "units" in settings:
             raise ValueError(f"units are given twice: by --units, and in '{topology}'.")
-        options |= {key: settings[key] for key in settings.keys() & {"units"}}
-        make_topology(name, {key: value for key, value in options.items() if key not in _OF_COMPILE})
-        if "init" in settings:
-            make_initializer(settings["init"], {})
+        check_named(name, options | {key: settings[key] for key in settings.keys() & _REWIRING.keys()})
     return rewire.compile(model, topology, **settings)
 
 

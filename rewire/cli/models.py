@@ -117,7 +117,9 @@ def eject_command(
     if not force:
         check_free(folder)  # before anything that takes long
     loaded, _ = rewired(model, topology, **how)
-    _wrote(rewire.eject(loaded, folder, force=force), json)
+    with as_messages(OSError):
+        written = rewire.eject(loaded, folder, force=force)
+    _wrote(written, json)
 
 
 @app.command("list")
@@ -174,7 +176,7 @@ def plot_command(
 ) -> None:
     """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
     target = out or checkpoint.with_suffix(f".{kind}.png")
-    with as_messages(ImportError):
+    with as_messages(ImportError, OSError):
         rewire.plot(checkpoint, target, kind)
     _wrote(target, json)
 
@@ -215,7 +217,7 @@ def diagnose_command(
     else:
         output.console().print(found)
     if out:
-        with as_messages(ImportError, ValueError):
+        with as_messages(ImportError, OSError, ValueError):
             found.plot(out)
         if not json:
             _wrote(out, json)
@@ -250,7 +252,8 @@ def graph_command(
     else:
         output.console().print(found.summary())
     if out:
-        found.save(out)
+        with as_messages(OSError):
+            found.save(out)
         if not json:
             _wrote(out, json)
 

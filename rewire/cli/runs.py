@@ -31,7 +31,8 @@ from rewire.cli.arguments import (
 from rewire.console import progress, say
 from rewire.errors import RewireError
 from rewire.plotting import plot_times
-from rewire.studies.contenders import DEFAULT
+from rewire.studies.contenders import DEFAULT, parse
+from rewire.studies.task import Budget
 
 
 @app.command("study")
@@ -73,9 +74,15 @@ def study_command(
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
         raise RewireError("give the length of each run: --steps or --seconds.")
-    with as_messages(ImportError, ValueError):
+    with as_messages(TypeError, ValueError, OSError):  # here alone: those of the task's own code keep their traceback
+        for name in names:
+            parse(name)
+        Budget(steps, seconds)
+        out.mkdir(parents=True, exist_ok=True)
+    made = task_of(task)
+    with as_messages(ImportError):
         found = rewire.study(
-            task_of(task),
+            made,
             names,
             **budget,
             trials=trials,
