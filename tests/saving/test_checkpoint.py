@@ -210,5 +210,9 @@ def test_state_dicts_inside_of_checkpoints(key: str, tmp_path: Path) -> None:
     (found,) = matrices(tmp_path / "c.pt").items()
     assert found[0] == "net.blocks" and torch.equal(found[1], rewire.coefficients(model)["blocks"])
     torch.save({key: state, "ema": {"shadow": state}}, tmp_path / "two.pt")
-    with pytest.raises(RewireError, match=f"several state dicts with connection weights, at '{key}', 'ema.shadow'"):
-        matrices(tmp_path / "two.pt")
+    both = matrices(tmp_path / "two.pt")
+    assert list(both) == [f"{key}: net.blocks", "ema.shadow: net.blocks"]
+    assert all(torch.equal(matrix, found[1]) for matrix in both.values())
+    for kind in ("heatmap", "arcs", "bars"):
+        rewire.plot(tmp_path / "two.pt", tmp_path / f"{kind}.svg", kind)
+        assert "ema.shadow: net.blocks" in (tmp_path / f"{kind}.svg").read_text()
