@@ -36,10 +36,11 @@ from rewire.passes.prepare import Prepared, prepare, without_inputs
 from rewire.passes.rewrite import edits, restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given
+from rewire.registry import with_said
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.topologies.registry import with_said
+from rewire.topologies.registry import make_topology
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
@@ -139,9 +140,10 @@ def compile(
         topology: a name (`rewire.list_topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
             trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
             Trunks that the dict does not name are left as they are.
-        init: an initialiser or its name (`rewire.list_initializers` lists them): the rewired model gets weights of its
-            own, with new values (see `rewire.initialize`); validation comes before. None keeps the weights. On the
-            meta device nothing is initialised, and a warning is logged: call `rewire.initialize` after ``to_empty``.
+        init: an initialiser or its name (`rewire.list_initializers` lists them), with options as in
+            ``"scaled:branch=4"``: the rewired model gets weights of its own, with new values (see `rewire.initialize`);
+            validation comes before. None keeps the weights. On the meta device nothing is initialised, and a warning is
+            logged: after ``to_empty`` call ``reset_parameters`` of all modules that have it, and `rewire.initialize`.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
@@ -179,7 +181,7 @@ def compile(
     """
     if isinstance(topology, str) and ":" in topology:
         own: dict[str, Any] = {"init": init, "granularity": granularity, "start": start, "loop": loop}
-        topology, more = with_said(topology, options)
+        topology, more = with_said("topology", topology, options)
         others: dict[str, Any] = {"example_inputs": example_inputs, "trunks": trunks, "validate": validate}
         return compile(model, topology, **(own | more), **others)
     topologies = chosen_topologies(topology, options, trunks, start)
@@ -204,6 +206,19 @@ def compile(
     rewired = _rewired(model, prepared, found, _Wanted(topologies, granularity, start, loop, validate))
     made = rewired if initializer is None else _initialized(rewired, initializer)
     return cast("M", made)  # its class is one that is derived from the model's
+
+
+def check_named(topology: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is wrong by itself in a topology's name and options, settings of `compile` among them.
+
+    Raises:
+        UnknownName, TypeError, ValueError: as `compile`.
+    """
+    settings = ("granularity", "init", "loop", "start")
+    make_topology(topology, {name: value for name, value in options.items() if name not in settings})
+    check_choices(**{name: options[name] for name in options.keys() & set(settings) - {"init"}})
+    if options.get("init") is not None:
+        make_initializer(options["init"], {})
 
 
 def _rewired(model: nn.Module, prepared: Prepared, found: Found, wanted: _Wanted) -> nn.Module:
@@ -246,8 +261,11 @@ def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
 def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
     """A copy with weights of its own, initialised: the caller's model keeps its values."""
     rewired = copy.deepcopy(rewired)
-    if initialize(rewired, initializer).deferred:
-        log.warning("%s was not initialised: its parameters are on the meta device.", type(rewired).__name__)
+    report, name = initialize(rewired, initializer), type(rewired).__name__
+    if report.deferred:
+        log.warning("%s was not initialised: its parameters are on the meta device.", name)
+    elif not report.applied:
+        log.warning("%s was not initialised: %s leaves all of its weights as they are.", name, initializer)
     return rewired
 
 

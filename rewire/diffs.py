@@ -15,7 +15,7 @@ from torch import nn
 
 from rewire.code.edited import edits_of, is_edited, original_class
 from rewire.code.text import Text, lines_of, text_of
-from rewire.errors import RewireError, UnknownName
+from rewire.errors import RewireError, UnknownName, did_you_mean
 from rewire.passes.editing.apply import is_opened
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.runtime.connection import connections, learned_connections
@@ -74,7 +74,8 @@ def source(model: nn.Module, path: str) -> str:
     try:
         module = model.get_submodule(path)
     except AttributeError:
-        raise UnknownName(f"{type(model).__name__} has no module '{path}'.") from None
+        near = did_you_mean(path, (p for p, _ in model.named_modules()))
+        raise UnknownName(f"{type(model).__name__} has no module '{path}'.{near}") from None
     if not any(_edits(module)):
         rewritten = [p or "(the model)" for p, m in model.named_modules() if is_edited(m) and is_opened(m)]
         near = f"; rewritten are {', '.join(rewritten[:5])}{', ...' if len(rewritten) > 5 else ''}" if rewritten else ""

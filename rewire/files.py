@@ -11,17 +11,22 @@ that the name says which; folders of other machines are removed when nothing was
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
+import json
+import math
 import os
 import platform
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rewire.errors import RewireError
 
@@ -207,3 +212,25 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def to_json(data: Any, indent: int = 1) -> str:
+    """Plain data, dataclasses and tensors as JSON; NaN and infinity, which JSON does not have, are null."""
+    return json.dumps(as_plain(data), indent=indent, allow_nan=False)
+
+
+def as_plain(value: Any) -> Any:
+    """``value`` in strings, numbers, lists and dicts, with None for numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Tensor):
+        return as_plain(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: as_plain(each) for name, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [as_plain(each) for each in value]
+    return value if value is None or isinstance(value, (str, int)) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import inspect
@@ -19,6 +20,42 @@ Options: TypeAlias = dict[str, Any]  #: what a factory is called with, by name
 
 def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower()).removesuffix("s")
+
+
+def said(text: str) -> tuple[str, Options]:
+    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
+
+    Raises:
+        ValueError: an option has no value.
+    """
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in re.split(r"[,:](?=[^,:=]*=)", rest) if rest else ():
+        option, separator, value = part.partition("=")
+        if not (option.strip() and separator and value):
+            raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
+        options[option.strip()] = value_of(value)
+    return name, options
+
+
+def with_said(kind: str, text: str, options: Options) -> tuple[str, Options]:
+    """The name in ``text``, of that kind of thing, and ``options`` with those that are said there.
+
+    Raises:
+        ValueError, TypeError: an option has no value, or two.
+    """
+    name, more = said(text)
+    if twice := more.keys() & options.keys():
+        raise TypeError(f"options {sorted(twice)} of {kind} '{name}' are given twice.")
+    return name, options | more
+
+
+def value_of(text: str) -> Any:
+    """The value of Python's that it is; else a word."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text.strip()
 
 
 class Registry(Generic[V]):
@@ -110,9 +147,12 @@ class Factories(Registry[Callable[..., V]]):
     def make(self, given: str | V, options: Options) -> V:
         """What the factory of that name makes of ``options``, or the object itself.
 
+        A name may have options of its own, as `said` reads them.
+
         Raises:
             UnknownName: no such name; the nearest ones are given.
-            TypeError: neither a name nor such an object, or no such option.
+            TypeError: neither a name nor such an object, or no such option, or one that is given twice.
+            ValueError: an option in the name has no value.
         """
         if isinstance(given, self.product):
             if options:
@@ -120,6 +160,7 @@ class Factories(Registry[Callable[..., V]]):
             return given
         if not isinstance(given, str):
             raise TypeError(f"{self.kind} must be a name or a {self.public}, not {type(given).__name__}.")
+        given, options = with_said(self.kind, given, options)
         factory = self.get(given)
         allowed = list(inspect.signature(factory).parameters)
         for option in options:

@@ -184,7 +184,7 @@ def test_already_rewired() -> None:
 
 
 def test_compiled_models() -> None:
-    with pytest.raises(rewire.WrappedModel, match=r"the model is already compiled: rewire the model first"):
+    with pytest.raises(rewire.WrappedModel, match=r"already compiled: rewire what is inside \(\._orig_mod\), then"):
         rewire.compile(torch.compile(Stack(PreNorm)), ANCRE)  # type: ignore[arg-type]
     model = Stack(PreNorm)
     model.layers[1] = torch.compile(model.layers[1])
@@ -236,8 +236,32 @@ def test_distributed_models() -> None:
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.module = Stack(PreNorm)
-    with pytest.raises(rewire.WrappedModel, match="already sharded or distributed: rewire the model first"):
+    with pytest.raises(rewire.WrappedModel, match=r"in DistributedDataParallel: rewire what is inside \(\.module\)"):
         rewire.compile(wrapped, ANCRE)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"),
+    [(nn.DataParallel, "module"), (lambda model: torch.compile(model, backend="eager"), "_orig_mod")],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: rewire.freeze(model),
+        lambda model: rewire.eject(model, "ejected"),
+        lambda model: rewire.save(model, "saved"),
+        lambda model: rewire.diagnose(model, vectors()),
+    ],
+    ids=["freeze", "eject", "save", "diagnose"],
+)
+def test_a_rewired_model_that_is_wrapped_has_to_be_unwrapped(
+    use: Any, wrap: Any, inside: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = rewire.compile(Stack(PreNorm), ANCRE, example_inputs=(vectors(),))
+    with pytest.raises(rewire.WrappedModel, match=rf"pass the model that is inside \(\.{inside}\)"):
+        use(wrap(model))
+    use(model)
 
 
 def test_models_with_learned_connections_of_their_own() -> None:
@@ -346,7 +370,7 @@ def test_validation_leaves_nothing_behind() -> None:
 
 def test_without_inputs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     rewire.compile(Stack(PreNorm), ANCRE)
-    assert "Stack was rewired but not validated" in caplog.text and "pass example_inputs" in caplog.text
+    assert "Stack was rewired but not validated" in caplog.text and "Pass example_inputs" in caplog.text
 
 
 # -- calls that were not rewritten for ---------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ about = importlib.metadata.metadata(DISTRIBUTION)
 assert about["Name"] == "rewire-torch" and about["Version"] == rewire.__version__
 needed = [re.split(r"[^\\w.-]", line)[0] for line in about.get_all("Requires-Dist")]
 assert "rewire" not in needed and {"torch", "safetensors", "rich", "typer"} <= set(needed), needed
+assert any(line.startswith("safetensors[torch]") for line in about.get_all("Requires-Dist"))  # with NumPy, to write
 plain = [line for line in about.get_all("Requires-Dist") if "extra ==" not in line]
 assert not [line for line in plain if line.startswith("triton")], plain
 """

@@ -7,7 +7,6 @@ times do not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import statistics
 import time
@@ -22,7 +21,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from rewire.copies import Inputs
-from rewire.files import whole
+from rewire.files import to_json, whole
 from rewire.passes.validating.tensors import tensors_in
 from rewire.version import __version__
 
@@ -180,7 +179,7 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
 def save(path: Path, results: Iterable[Mapping[str, Any]], device: torch.device) -> None:
     """Write results as JSON, with the machine that they come from."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": machine(device), "results": list(results)}, indent=1) + "\n"
+    text = to_json({"machine": machine(device), "results": list(results)}) + "\n"
     with whole(path) as file:
         file.write_text(text)
 

@@ -118,6 +118,7 @@ def batch_for(model: nn.Module, batch: int, length: int) -> Inputs:
     if weight.dim() != 2:
         raise RewireError(
             f"no inputs are known for {type(model).__name__}: models of transformers, timm and diffusers say what they "
-            "take, and a model whose first weight is a matrix is given vectors."
+            "take, and a model whose first weight is a matrix is given vectors. Let the callable return the model with "
+            "inputs: return model, (x,)."
         )
     return (torch.randn(batch, weight.shape[-1]).to(weight),), {}

@@ -19,11 +19,12 @@ from torch import nn
 
 import rewire
 from rewire.bench.shapes import batch_for, make_shape
+from rewire.compiler import check_named
 from rewire.console import progress
 from rewire.errors import RewireError, UnknownName, did_you_mean
 from rewire.patterns import first_given, patterns_for
+from rewire.registry import said
 from rewire.saving.recipes import first_line
-from rewire.topologies.registry import make_topology, said
 from rewire.torch_internals import pytree
 
 MODEL = typer.Argument(
@@ -38,7 +39,6 @@ Topology = Annotated[
     str,
     typer.Option(metavar="NAME[:OPTION=VALUE,..]", help="How to connect the blocks; 'rewire list' shows all names."),
 ]
-_OF_COMPILE = ("granularity", "init", "loop", "start")
 #: Arguments of `rewire.compile`.
 How: TypeAlias = dict[str, Any]
 #: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
@@ -62,7 +62,10 @@ _REWIRING = {
         typer.Option(help="Initial connection weights: those of the plain network, or of the paper."),
     ],
     "init": Annotated[
-        str | None, typer.Option(metavar="NAME", help="Initialise all weights with it; 'rewire list' shows all names.")
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,..]", help="Initialise all weights with it; 'rewire list' shows all names."
+        ),
     ],
     "units": Annotated[
         str | None,
@@ -182,7 +185,7 @@ def _made(spec: str, kind: str, name: str) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise RewireError(
-            f"'{spec}' returned a {type(made).__name__}, not a torch.nn.Module or a pair (model, (x,)) with inputs."
+            f"'{spec}' returned {made!r:.60}: give what returns a torch.nn.Module, or a pair (model, (x,)) with inputs."
         )
     return model, inputs
 
@@ -218,8 +221,7 @@ def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
         name, options = said(topology)
         if "units" in options and "units" in settings:
             raise ValueError(f"units are given twice: by --units, and in '{topology}'.")
-        options |= {key: settings[key] for key in settings.keys() & {"units"}}
-        make_topology(name, {key: value for key, value in options.items() if key not in _OF_COMPILE})
+        check_named(name, options | {key: settings[key] for key in settings.keys() & _REWIRING.keys()})
     return rewire.compile(model, topology, **settings)
 
 

@@ -14,7 +14,7 @@ from rewire.cli.arguments import Json, imported, usable_device, users_code
 from rewire.conformance.ours import ours
 from rewire.console import progress
 from rewire.errors import RewireError
-from rewire.topologies.registry import value_of
+from rewire.registry import value_of
 
 
 @app.command("conformance")

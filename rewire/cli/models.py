@@ -31,6 +31,7 @@ from rewire.cli.arguments import (
 )
 from rewire.console import progress
 from rewire.ejecting.eject import check_free
+from rewire.errors import UnknownName, did_you_mean
 from rewire.kernels import MixSpec, source
 from rewire.passes.inputs import known_inputs
 from rewire.patterns import patterns_for
@@ -114,7 +115,9 @@ def eject_command(
     if not force:
         check_free(folder)  # before anything that takes long
     loaded, _ = rewired(model, topology, **how)
-    _wrote(rewire.eject(loaded, folder, force=force), json)
+    with as_messages(OSError):
+        written = rewire.eject(loaded, folder, force=force)
+    _wrote(written, json)
 
 
 @app.command("list")
@@ -126,6 +129,10 @@ def list_command(
 ) -> None:
     """List the known topologies, initialisers and architectures, including those of plug-ins."""
     found = {"Topologies": rewire.list_topologies(pattern or "*")}
+    if not found["Topologies"]:
+        begin_so = rewire.list_topologies(f"{pattern}*")
+        near = f" Did you mean '{pattern}*'?" if begin_so else did_you_mean(pattern, rewire.list_topologies())
+        raise UnknownName(f"no topology has a name like '{pattern}'.{near}")
     if not pattern:
         found["Shapes that bench knows"] = shapes()
         found["Initialisers"] = rewire.list_initializers()
@@ -233,7 +240,8 @@ def graph_command(
     found = rewire.graph(loaded, inputs if batch else None)
     output.show(found.summary(), nx.node_link_data(found, edges="edges"), json)
     if out:
-        found.save(out)
+        with as_messages(OSError):
+            found.save(out)
         if not json:
             _wrote(out, json)
 
@@ -247,7 +255,7 @@ def kernels_command(
     ] = ("scalar"),
     scores: Annotated[bool, typer.Option("--scores", help="Add weights per token.")] = False,
     added: Annotated[int, typer.Option(min=0, help="Branch outputs that are added.")] = 0,
-    outputs: Annotated[int, typer.Option(help="Number of mixes of the same states, 1 to 8.")] = 1,
+    outputs: Annotated[int, typer.Option(min=1, max=8, help="Number of mixes of the same states.")] = 1,
     norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
     probe: Annotated[bool, typer.Option("--probe", help="Add dot products with one more tensor.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Print the kernel of the gradients.")] = False,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
+
+from rewire.files import to_json
 
 _WIDTH = 120  # of what is written to a file or a pipe
 
@@ -38,15 +37,7 @@ def show(shown: object, data: Any, as_json: bool) -> None:
 
 def print_json(data: Any) -> None:
     """Print plain data, dataclasses and tensors as JSON, without colours or wrapped lines."""
-    typer.echo(json.dumps(data, default=_plain, indent=2))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+    typer.echo(to_json(data, indent=2))
 
 
 def table(title: str, rows: dict[str, str]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +32,8 @@ from rewire.cli.arguments import (
 from rewire.console import progress, say
 from rewire.errors import RewireError
 from rewire.plotting import plot_times
-from rewire.studies.contenders import DEFAULT
+from rewire.studies.contenders import DEFAULT, parse
+from rewire.studies.task import Budget
 
 
 @app.command("study")
@@ -75,9 +75,15 @@ def study_command(
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
         raise RewireError("give the length of each run: --steps or --seconds.")
-    with as_messages(ImportError, ValueError):
+    with as_messages(TypeError, ValueError, OSError):  # here alone: those of the task's own code keep their traceback
+        for name in names:
+            parse(name)
+        Budget(steps, seconds)
+        out.mkdir(parents=True, exist_ok=True)
+    made = task_of(task)
+    with as_messages(ImportError):
         found = rewire.study(
-            task_of(task),
+            made,
             names,
             **budget,
             trials=trials,
@@ -88,7 +94,7 @@ def study_command(
             device=device or None,
         )
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        output.print_json(found.as_json())
         return
     console = output.console()
     console.print(found.headline(), highlight=False, soft_wrap=True)

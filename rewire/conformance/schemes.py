@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from rewire.errors import UnknownName
+from rewire.errors import UnknownName, did_you_mean
 
 #: Of a scheme, by name.
 Options: TypeAlias = Mapping[str, Any]
@@ -121,7 +121,8 @@ def reference(name: str) -> Reference:
         UnknownName: there is none.
     """
     if name not in SCHEMES:
-        raise UnknownName(f"there is no reference of '{name}': there are {', '.join(SCHEMES)}.")
+        near = did_you_mean(name, SCHEMES) or f" There are {', '.join(SCHEMES)}."
+        raise UnknownName(f"there is no reference of '{name}'.{near}")
     return SCHEMES[name]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from rewire.console import Shown, table
 from rewire.errors import RewireError
-from rewire.files import whole
+from rewire.files import to_json, whole
 from rewire.topologies.program import reaching
 
 
@@ -201,7 +200,7 @@ class DepthGraph(nx.DiGraph):
             if suffix == ".graphml":
                 nx.write_graphml(self._known(), file)
             else:
-                text = self._dot() if suffix == ".dot" else json.dumps(nx.node_link_data(self, edges="edges"), indent=1)
+                text = self._dot() if suffix == ".dot" else to_json(nx.node_link_data(self, edges="edges"))
                 file.write_text(text, encoding="utf-8")
 
     def _known(self) -> nx.DiGraph:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rewire.console import Shown, table
+from rewire.files import to_json
 
 if TYPE_CHECKING:
     from rewire.diagnostics.depth_graph import DepthGraph
@@ -111,7 +111,7 @@ class Ablation(Shown):
 
     def to_json(self) -> str:
         """All numbers, as an object."""
-        return json.dumps({**dataclasses.asdict(self), "correlation": self.correlation()}, indent=1)
+        return to_json({**dataclasses.asdict(self), "correlation": self.correlation()})
 
     def onto(self, graph: DepthGraph) -> None:
         """Put ``without`` and ``plain`` on the edges, units and states of this model's graph."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -16,6 +15,7 @@ from rewire.console import Shown, progress, table
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.losses import Loss, loss_of_model
 from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology, check_choice
+from rewire.files import to_json
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, learned_connections
 from rewire.topologies import Topology
@@ -105,7 +105,7 @@ class Sparsity(Shown):
 
     def to_json(self) -> str:
         """All numbers, as an object."""
-        return json.dumps({**dataclasses.asdict(self), "sources": list(self.sources().items())}, indent=1)
+        return to_json({**dataclasses.asdict(self), "sources": list(self.sources().items())})
 
     def _checked(self, k: int | None) -> int:
         k = self.keep if k is None else k

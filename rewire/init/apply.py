@@ -63,7 +63,8 @@ def initialize(
 
     Args:
         model: any module, rewired or not.
-        init: a name (`rewire.list_initializers` lists them) or a `rewire.init.Initializer`.
+        init: a name (`rewire.list_initializers` lists them), which options may follow (``"scaled:branch=4"``), or a
+            `rewire.init.Initializer`.
         generator: source of random numbers, on any device; default: torch's. Without it the values of a sharded model
             are those of the first rank.
         roles: what `rewire.roles` returned for this model before it was sharded, compiled or wrapped; default: found

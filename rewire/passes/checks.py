@@ -66,12 +66,23 @@ def _known_by(value: Any, ids: set[int]) -> str:
     return "their id()" if any(type(item) is int and item in ids for item in items) else ""
 
 
+#: Class of a wrapper -> what was done to the model, and where the model is in it.
+_WRAPPERS = {
+    "DataParallel": ("wrapped in DataParallel", ".module"),
+    "DistributedDataParallel": ("wrapped in DistributedDataParallel", ".module"),
+    "FullyShardedDataParallel": ("already sharded", ""),
+    "FSDPModule": ("already sharded", ""),
+    "OptimizedModule": ("already compiled", "._orig_mod"),
+}
+
+
 def check_unwrapped(model: nn.Module) -> None:
     """Refuse models that are sharded, wrapped, compiled or scripted.
 
     Raises:
-        WrappedModel: saying which module is.
+        WrappedModel: saying which module is, and what to do: a model that is rewired inside has to be unwrapped.
     """
+    was_rewired = any(isinstance(module, Connection) for module in model.modules())
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -79,20 +90,27 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit: rewire the "
                 "model that it was made from, before torch.jit."
             )
-        if isinstance(module, nn.DataParallel):
-            raise WrappedModel(f"{where} is wrapped in DataParallel: rewire what is inside (.module), then wrap that.")
-        kind = " ".join(cls.__name__ for cls in type(module).__mro__)
-        if "FSDPModule" in kind or "FullyShardedDataParallel" in kind or "DistributedDataParallel" in kind:
-            raise WrappedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
-        if "PipelineIdentityLayer" in kind:
+        kinds = [cls.__name__ for cls in type(module).__mro__]
+        if "PipelineIdentityLayer" in kinds:
             raise WrappedModel(
                 f"{where} stands for a layer of another pipeline stage (pp_size of transformers): rewire the whole "
                 "model, cut it, and call rewire.pipeline_stage on each part."
             )
-        if "OptimizedModule" in kind:
-            raise WrappedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
+        for wrapper in kinds:
+            if wrapper in _WRAPPERS:
+                done, inside = _WRAPPERS[wrapper]
+                raise WrappedModel(f"{where} is {done}: {_remedy(was_rewired, inside, path)}.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise WrappedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
+        raise WrappedModel(f"the model's parameters are already sharded: {_remedy(was_rewired, '')}.")
+
+
+def _remedy(was_rewired: bool, inside: str, path: str = "") -> str:
+    """What to do with a wrapped model; ``inside`` is the attribute of the wrapper that has the model."""
+    if was_rewired and inside:
+        return f"put what is inside ({inside}) in its place" if path else f"pass the model that is inside ({inside})"
+    if was_rewired:
+        return "do this before the model is sharded"
+    return f"rewire what is inside ({inside}), then wrap that" if inside else "rewire the model first, then shard it"
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -170,6 +170,8 @@ def _recorded_cheaply(prepared: Prepared, restart: bool) -> Found | None:
         try:
             found = _recorded(prepared, device, restart)
         except BadExampleInputs as error:
+            if prepared.given and device is None:  # a real run, on inputs of the caller's
+                raise
             log.info("%s", error)
         if found and found.trunks:
             break

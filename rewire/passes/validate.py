@@ -101,7 +101,11 @@ def check(
     """
     name = type(model).__name__
     if inputs is None:
-        log.warning("%s was rewired but not validated: there are no inputs to run it on; pass example_inputs.", name)
+        log.warning(
+            "%s was rewired but not validated: there are no inputs to run it on. Pass example_inputs=(x,), or to the "
+            "command a function that returns both: model, (x,).",
+            name,
+        )
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known

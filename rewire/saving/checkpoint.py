@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.runtime.connection import Connection, read_recipe
+from rewire.runtime.connection import Connection
 from rewire.saving.folder import RECIPE, with_recipe
-from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit
+from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit, recipe_in
 
 
 def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -27,25 +27,31 @@ def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Args:
         path: a file written by ``torch.save``: a state dict, or a checkpoint that has one in it (Lightning's, or
-            ``{"model": .., "optimizer": ..}``); or a ``.safetensors`` file; or a folder with such files: of
+            ``{"model": .., "ema": .., "optimizer": ..}``); or a ``.safetensors`` file; or a folder with such files: of
             `rewire.save`, ``save_pretrained``, a Trainer, Accelerate or PEFT.
 
     Returns:
         Trunk -> matrix [destination, source], float32, as `rewire.coefficients` returns for the model itself. A trunk
-        is named after the place of its weights in the model, ``model.layers``.
+        is named after the place of its weights in the model, ``model.layers``; if the checkpoint holds several state
+        dicts, the model's and an average's, after theirs, too: ``ema: model.layers``.
 
     Raises:
         RewireError: it cannot be read, or holds no (or damaged) connection weights.
         UnknownName: a topology of that name does not exist here.
     """
-    state = _read(Path(path))
-    marks = [key.removesuffix(EXTRA_STATE) for key in state if is_recipe(key)]
-    if not marks:
+    saved = _read(Path(path))
+    states = dict(_state_dicts(saved))
+    if not states:
         raise RewireError(
-            f"'{path}' has no connection weights: none of its {len(state)} entries ends in "
+            f"'{path}' has no connection weights: none of its {len(saved)} entries ends in "
             f"'{CONNECTIONS}.<trunk>{EXTRA_STATE}'. Save the whole state dict of a rewired model."
         )
-    return {_trunk_of(mark): _matrix(mark, state) for mark in marks}
+    found = dict[str, Tensor]()
+    for at, state in states.items():
+        marks = [key.removesuffix(EXTRA_STATE) for key in state if is_recipe(key)]
+        before = f"{at}: " if len(states) > 1 else ""
+        found |= {f"{before}{_trunk_of(mark)}": _matrix(mark, state) for mark in marks}
+    return found
 
 
 def read_connections(folder: Path) -> dict[str, Tensor]:
@@ -60,6 +66,10 @@ def read_connections(folder: Path) -> dict[str, Tensor]:
 
     if (folder / RECIPE).exists():
         return with_recipe(folder, lambda recipe: read(folder / name for name in recipe["files"]))
+    if not folder.is_dir():
+        raise RewireError(
+            f"there is no folder '{folder}' here. Fetch a model of the Hub first: huggingface_hub.snapshot_download."
+        )
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise RewireError(f"'{folder}' is a folder without .safetensors files.")
@@ -91,17 +101,12 @@ def _read(path: Path) -> dict[str, Any]:
             f"'{path}' holds more than tensors, or is not a file of torch.save. It is read with weights_only=True, so "
             "that no code in it runs: save model.state_dict() alone."
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        raise RewireError(f"'{path}' cannot be read as a checkpoint: {first_line(error)}") from error
+    except Exception as error:  # of bytes that are no pickle, torch's reader raises whatever it stumbles over
+        told = f"{type(error).__name__}: {first_line(error)}"
+        raise RewireError(f"'{path}' cannot be read as a checkpoint of torch.save: {told}") from error
     if not isinstance(state, dict):
         raise RewireError(f"'{path}' holds a {type(state).__name__}, not a state dict: save model.state_dict().")
-    found = dict(_state_dicts(state))
-    if len(found) > 1:
-        raise RewireError(
-            f"'{path}' has several state dicts with connection weights, at {', '.join(map(repr, found))}: save one of "
-            "them by itself."
-        )
-    return next(iter(found.values()), {key: value for key, value in state.items() if isinstance(key, str)})
+    return state
 
 
 def _state_dicts(holder: Mapping[Any, Any], at: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -121,7 +126,7 @@ def _trunk_of(mark: str) -> str:
 
 def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     """The matrix of the connection that was saved at ``mark``."""
-    recipe = read_recipe(state[mark + EXTRA_STATE])
+    recipe = recipe_in(state, mark)
     layout = layout_of(mark, recipe, _trunk_of(mark))
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
     shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rewire.compiler import compile
+from rewire.compiler import check_named, compile
+from rewire.registry import said
 from rewire.runtime.connection import connections
-from rewire.topologies.registry import said
 
 #: What a study compares unless told otherwise.
 DEFAULT = (
@@ -73,7 +73,8 @@ def parse(text: str) -> Contender:
     Options are those of the topology and of `rewire.compile`, as ``start``; values are Python's, or words.
 
     Raises:
-        ValueError: an option has no value.
+        UnknownName, TypeError, ValueError: there is no such topology or option, or an option has no such value.
     """
     topology, options = said(text)
+    check_named(topology, options)
     return Contender(text, {"topology": topology, **options})

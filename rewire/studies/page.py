@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rewire.files import staged
+from rewire.files import staged, to_json
 from rewire.plotting import plot_curves, plot_differences, plot_heatmap
 from rewire.studies.report import TITLES, Row, Study
 
@@ -41,7 +41,7 @@ _PICTURES = {
 def write(study: Study, folder: Path) -> None:
     """Write `study.json`, pictures and `study.html`."""
     with staged(folder) as stage:
-        (stage / "study.json").write_text(json.dumps(study.as_json(), indent=1))
+        (stage / "study.json").write_text(to_json(study.as_json()))
         draw(study, stage)
         (stage / "study.html").write_text(html(study, stage))
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.console import Shown
+from rewire.files import as_plain
 from rewire.init.initializers.scaled_weights import Scaled
 from rewire.studies.contenders import Contender, Held
 from rewire.studies.paired import FEWEST, LEVEL, Difference, difference, holm
@@ -284,7 +285,7 @@ class Study(Shown):
 
     def as_json(self) -> dict[str, Any]:
         """All that was found, of numbers, strings, lists and dicts; what is not finite is None."""
-        return _plain(
+        found: dict[str, Any] = as_plain(
             {
                 "about": self.about,
                 "headline": self.headline(),
@@ -297,6 +298,7 @@ class Study(Shown):
                 "rows": [self._row_as_json(row) for row in self.rows],
             }
         )
+        return found
 
     def _row_as_json(self, row: Row) -> dict[str, Any]:
         compared = bool(row.results) and not row.is_plain
@@ -349,12 +351,3 @@ def _shown(found: Difference) -> str:
 
 def _by_seed(results: Sequence[Result]) -> dict[int, float]:
     return {result.trial.seed: result.loss for result in results}
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with None for numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

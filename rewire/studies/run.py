@@ -76,7 +76,8 @@ def study(
     Raises:
         ImportError: Optuna, SciPy or matplotlib is missing (extra ``study``).
         RewireError: the storage has another budget, or the plain model never had a finite loss.
-        ValueError: no budget, or numbers that make no sense.
+        UnknownName, TypeError: there is no such topology, or it has no such option.
+        ValueError: no budget, or numbers or values of options that make no sense.
 
     Example:
         >>> found = rewire.study(task, ["layerscale"], steps=5, trials=1, seeds=1, progress=False)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rewire.attributes import REGISTERED_NAME
 from rewire.errors import UnknownName
-from rewire.registry import Factories, Options
+from rewire.registry import Factories, Options, said
 from rewire.topologies.base import Start, Topology
 from rewire.topologies.frozen import Frozen
 
@@ -64,52 +62,14 @@ def list_topologies(pattern: str = "*") -> dict[str, str]:
     return {name: found[name] for name in fnmatch.filter(found, pattern)}
 
 
-def said(text: str) -> tuple[str, Options]:
-    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
-
-    Raises:
-        ValueError: an option has no value.
-    """
-    name, _, rest = text.partition(":")
-    options = {}
-    for part in re.split(r"[,:](?=[^,:=]*=)", rest) if rest else ():
-        option, separator, value = part.partition("=")
-        if not (option.strip() and separator and value):
-            raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
-        options[option.strip()] = value_of(value)
-    return name, options
-
-
-def with_said(text: str, options: Options) -> tuple[str, Options]:
-    """The name in ``text``, and ``options`` with those that are said there.
-
-    Raises:
-        ValueError, TypeError: an option has no value, or two.
-    """
-    name, more = said(text)
-    if twice := more.keys() & options.keys():
-        raise TypeError(f"options {sorted(twice)} of topology '{name}' are given twice.")
-    return name, options | more
-
-
-def value_of(text: str) -> Any:
-    """The value of Python's that it is; else a word."""
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text.strip()
-
-
 def make_topology(topology: str | Topology, options: Options, start: Start | None = None) -> Topology:
     """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
 
-    A name may have options of its own, as `said` reads them. Raises as `Factories.make`.
+    Raises as `Factories.make`.
     """
-    if isinstance(topology, str):
-        topology, options = with_said(topology, options)
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
-        _note(made, topology)
+        _note(made, said(topology)[0])
     form = made if start is None else made.for_start(start)
     if type(form) is type(made):
         _note(form, made.registered_name)  # a copy with other fields does not have it

@@ -393,7 +393,7 @@ def test_errors() -> None:
     model = Stack(PreNorm)
     with pytest.raises(ValueError, match="probes=-1"):
         diagnose(model, vectors(), probes=-1)
-    with pytest.raises(BadExampleInputs, match="Stack does not run on the batch: RuntimeError"):
+    with pytest.raises(BadExampleInputs, match="Stack does not run on the example inputs: RuntimeError"):
         diagnose(model, torch.randn(2, 9, 7))
     with pytest.raises(BadExampleInputs, match="has no inputs"):
         diagnose(model)

@@ -260,6 +260,19 @@ def test_bfloat16() -> None:
     assert float(model.layers[0].mlp.down.weight.detach().max()) == pytest.approx(1e-6, rel=0.01)
 
 
+def test_options_may_follow_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack(PreNorm)
+    report = rewire.initialize(copy.deepcopy(model), "scaled:branch=4")
+    assert {rule for _, rule in report.applied} == {"times 4"}
+    rewired = rewire.compile(model, "denseformer", init="scaled:branch=4", validate=False)
+    assert torch.equal(rewired.layers[0].mlp.down.weight, 4 * model.layers[0].mlp.down.weight)
+    with pytest.raises(TypeError, match=r"options \['branch'\] of initialiser 'scaled' are given twice"):
+        rewire.initialize(model, "scaled:branch=4", branch=2.0)
+    assert not caplog.text
+    rewire.compile(model, "denseformer", init="scaled", validate=False)
+    assert "Scaled(embedding=1.0, branch=1.0) leaves all of its weights as they are" in caplog.text
+
+
 def test_meta(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
         model = rewire.compile(Stack(PreNorm), "denseformer")

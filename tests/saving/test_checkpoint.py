@@ -96,6 +96,17 @@ def test_no_file(tmp_path: Path) -> None:
         matrices(tmp_path / "missing.pt")
     with pytest.raises(RewireError, match="a folder"):
         matrices(tmp_path)
+    with pytest.raises(RewireError, match=r"no folder '.*missing' here\. Fetch a model of the Hub first"):
+        rewire.from_pretrained(tmp_path / "missing")
+
+
+def test_an_ejected_model_is_said_to_be_one(tmp_path: Path) -> None:
+    rewire.eject(rewired(LinearNet()), tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(RewireError, match=r"those of an ejected model.*rewire_runtime\.py shows"):
+            matrices(path)
+    with pytest.raises(RewireError, match="those of an ejected model"):
+        rewire.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -105,7 +116,7 @@ def test_no_connection_weights(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 cut off"])
+@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 cut off", b"hi\n", b"R.", b"\x85"])
 def test_not_a_checkpoint(content: bytes, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"broken{suffix}"
     path.write_bytes(content)
@@ -199,5 +210,9 @@ def test_state_dicts_inside_of_checkpoints(key: str, tmp_path: Path) -> None:
     (found,) = matrices(tmp_path / "c.pt").items()
     assert found[0] == "net.blocks" and torch.equal(found[1], rewire.coefficients(model)["blocks"])
     torch.save({key: state, "ema": {"shadow": state}}, tmp_path / "two.pt")
-    with pytest.raises(RewireError, match=f"several state dicts with connection weights, at '{key}', 'ema.shadow'"):
-        matrices(tmp_path / "two.pt")
+    both = matrices(tmp_path / "two.pt")
+    assert list(both) == [f"{key}: net.blocks", "ema.shadow: net.blocks"]
+    assert all(torch.equal(matrix, found[1]) for matrix in both.values())
+    for kind in ("heatmap", "arcs", "bars"):
+        rewire.plot(tmp_path / "two.pt", tmp_path / f"{kind}.svg", kind)
+        assert "ema.shadow: net.blocks" in (tmp_path / f"{kind}.svg").read_text()

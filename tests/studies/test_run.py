@@ -277,11 +277,16 @@ def test_what_was_found_as_json(tmp_path: Path) -> None:
         (("regression:model", "--steps", "5"), "not a rewire.Task"),
         (("regression:task", "--steps", "5", "--topologies", "laurel-rw:total"), "name=value"),
         (("regression:task", "--steps", "5", "--seconds", "-1"), "positive number"),
+        (("regression:task", "--steps", "5", "--topologies", "laurel-rx"), "no topology 'laurel-rx'. Did you mean"),
+        (("regression:task", "--steps", "5", "--topologies", "laurel-rw:totl=1"), "has no option 'totl': it takes"),
+        (("regression:task", "--steps", "5", "--topologies", "laurel-rw:start=papr"), "start must be 'preserve' or"),
+        (("regression:task", "--steps", "5", "--topologies", "laurel-rw:init=idini"), "no initialiser 'idini'"),
+        (("regression:task", "--steps", "5", "--out", "/dev/null/study"), "/dev/null/study"),
     ],
 )
 def test_commands_that_name_nothing(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code, output = run(*args, "--out", str(tmp_path))
-    assert code == 1 and message in output
+    code, output = run(*(() if "--out" in args else ("--out", str(tmp_path))), *args)
+    assert code == 1 and message in output and "loss" not in output  # before anything runs
 
 
 @pytest.mark.slow

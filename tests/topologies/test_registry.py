@@ -11,7 +11,8 @@ from torch import nn
 
 import rewire
 from rewire import topologies
-from rewire.topologies.registry import _FACTORIES, make_topology, said
+from rewire.registry import said
+from rewire.topologies.registry import _FACTORIES, make_topology
 
 
 @pytest.mark.parametrize(
