@@ -7,7 +7,7 @@ have to be summed over the mesh dimensions along which hidden states are sharded
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: Of a DTensor, one for each dimension of its mesh.
-Placements: TypeAlias = tuple[Any, ...]
+Placements = tuple[Any, ...]
 
 #: How far behind a tensor the operation is looked for that sharded it: past dropouts, casts and sums.
 FURTHEST = 64

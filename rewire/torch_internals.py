@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._library.utils
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 #: A module's table of hooks of one kind, by the number of their handles.
-Hooks: TypeAlias = dict[int, Callable[..., Any]]
+Hooks = dict[int, Callable[..., Any]]
 
 #: Containers of tensors, as torch sees them. There is no public module for Python; users are told to use this one.
 pytree = torch.utils._pytree

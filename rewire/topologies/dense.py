@@ -176,7 +176,7 @@ class _Dense(Topology[W]):
         """For each read that has weights, how many inputs of the unit it is for."""
         return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
 
-    def entries(self, dims: Dims) -> list[int]:
+    def weight_counts(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many: one for each way and source."""
         return [ways * n for ways, n in zip(self.ways(dims), self.sizes(dims), strict=True)]
 

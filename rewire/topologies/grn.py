@@ -97,20 +97,20 @@ class GRN(DenseIncrements[Weights]):
         of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
         each way of each t.
         """
-        parameters = {"b": torch.ones(sum(self.entries(dims)), *((dims.width,) if self.needs_width else ()))}
+        parameters = {"b": torch.ones(sum(self.weight_counts(dims)), *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
             parameters["w"] = torch.zeros(sum(self.ways(dims)), dims.width)
         return parameters
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
-        return {"b": self.each(dims, self.entries(dims)), "w": self.each(dims, self.ways(dims))}
+        return {"b": self.each(dims, self.weight_counts(dims)), "w": self.each(dims, self.ways(dims))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self.ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None and not self.few:
             return Table(b, ways, self.mixing(dims)[0], group=self.group, queries=w)
-        flat = b.split(self.entries(dims))
+        flat = b.split(self.weight_counts(dims))
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
         return self.by_read(dims, map(Read, rows, queries))

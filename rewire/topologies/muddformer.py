@@ -128,7 +128,7 @@ class MUDDFormer(Dense[Aggregates]):
         """
         if self.separate_norms and not dims.attention:
             raise no_attention(self, dims.depth, "leave out separate_norms=True")
-        sizes = self.entries(dims)
+        sizes = self.weight_counts(dims)
         static = [(0 if self.norms else 1) * torch.eye(n)[-1].repeat(ways) for ways, n in self._shapes(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.
         generator = torch.Generator("cpu").manual_seed(0)
@@ -149,13 +149,13 @@ class MUDDFormer(Dense[Aggregates]):
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
         """None with norms: the scales of a source are read by many units."""
-        sizes = self.entries(dims)
+        sizes = self.weight_counts(dims)
         rows = self.each(dims, sizes)
         return {} if self.norms else {"static": rows, "w1": rows, "w2": self.each(dims, [k * k for k in sizes])}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Aggregates:
         """By read t, what its weights are computed with."""
-        sizes = self.entries(dims)
+        sizes = self.weight_counts(dims)
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
