@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -503,14 +504,20 @@ def recipe_of(layout: Layout) -> dict[str, Any]:
 
 
 def read_recipe(state: Any) -> dict[str, Any]:
-    """The recipe that `Connection.get_extra_state` wrote.
+    """The recipe that `Connection.get_extra_state` wrote, whichever dtype all of its state dict was cast to.
 
     Raises:
-        RewireError: it is damaged.
+        RewireError: it is damaged, or there is a digest in its place, as `rewire.eject` writes it.
     """
     state = state.to_local() if is_dtensor(state) else state
     try:
-        return parsed(bytes(state.tolist()))
+        text = bytes(state.byte().tolist())
+        if re.fullmatch(rb"[0-9a-f]{32}", text):
+            raise RewireError(
+                "these weights are those of an ejected model, which only its own files can read. Load it by the class "
+                "in them; `coefficients(model)` of its rewire_runtime.py shows what was learned."
+            )
+        return parsed(text)
     except (AttributeError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
 

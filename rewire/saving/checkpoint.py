@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.runtime.connection import Connection
+from rewire.runtime.connection import Connection, read_recipe
 from rewire.saving.folder import RECIPE, with_recipe
-from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit, recipe_in
+from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit
 
 
 def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def _trunk_of(mark: str) -> str:
 
 def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     """The matrix of the connection that was saved at ``mark``."""
-    recipe = recipe_in(state, mark)
+    recipe = read_recipe(state[mark + EXTRA_STATE])
     layout = layout_of(mark, recipe, _trunk_of(mark))
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
     shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}

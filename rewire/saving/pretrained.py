@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from rewire.errors import RewireError, UnknownName
+from rewire.runtime.connection import read_recipe
 from rewire.saving.checkpoint import read_connections
 from rewire.saving.folder import RECIPE
-from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, recipe_in, rewired_by
+from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, rewired_by
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
@@ -100,8 +101,7 @@ def _saved_class(folder: str | os.PathLike[str]) -> Any:
 def _recipes(folder: Path) -> dict[str, Recipe]:
     """Recipes in the saved state dict, by the path of their connection."""
     state = read_connections(folder)
-    places = [name.removesuffix(EXTRA_STATE) for name in state if is_recipe(name)]
-    recipes = {place: recipe_in(state, place) for place in places}
+    recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}
     if not recipes:
         raise RewireError(f"'{folder}' holds no rewired model: no file in it has connection weights with their recipe.")
     shapes = {name: value.shape for name, value in state.items()}

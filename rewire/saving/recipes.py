@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rewire.attributes import CONNECTIONS
@@ -26,7 +26,7 @@ from rewire.passes.editing.connect import place
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.prepare import Prepared, prepare
 from rewire.passes.rewrite import rewrite
-from rewire.runtime.connection import Connection, read_recipe, recipe_of
+from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.registry import named_topology, topology_in
@@ -234,22 +234,6 @@ def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
 def is_recipe(name: str) -> bool:
     """Whether an entry of a state dict is the recipe of a connection."""
     return name.endswith(EXTRA_STATE) and CONNECTIONS in name.split(".")
-
-
-def recipe_in(state: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The recipe of the connection at ``path`` in a state dict.
-
-    Raises:
-        RewireError: it is damaged, or there is a digest in its place, as `rewire.eject` writes it.
-    """
-    saved = state[path + EXTRA_STATE]
-    is_text = isinstance(saved, Tensor) and saved.dtype == torch.uint8
-    if is_text and re.fullmatch(rb"[0-9a-f]{32}", bytes(saved.flatten().tolist())):
-        raise RewireError(
-            "these weights are those of an ejected model, which only its own files can read. Load it by the class in "
-            "them; `coefficients(model)` of its rewire_runtime.py shows what was learned."
-        )
-    return read_recipe(saved)
 
 
 def difference(saved: Sequence[str], here: Sequence[str]) -> str:

@@ -80,15 +80,17 @@ def test_every_trunk_is_found_under_its_name(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_weights_cast_to_bfloat16_are_read(tmp_path: Path) -> None:
-    state = {
-        key: value.bfloat16() if value.is_floating_point() else value
-        for key, value in rewired(LinearNet()).state_dict().items()
-    }
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("whole", [False, True])
+def test_cast_weights_are_read(dtype: torch.dtype, whole: bool, tmp_path: Path) -> None:
+    """Those that are numbers, or all of a state dict, the bytes of the recipe in it, too."""
+    model = rewired(LinearNet())
+    state = {n: x.to(dtype) if whole or x.is_floating_point() else x for n, x in model.state_dict().items()}
     torch.save(state, tmp_path / "cast.pt")
     matrix = matrices(tmp_path / "cast.pt")["blocks"]
     assert matrix.dtype == torch.float32
     torch.testing.assert_close(matrix.sum(1), torch.ones(5))
+    model.load_state_dict(state)
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -107,6 +109,8 @@ def test_an_ejected_model_is_said_to_be_one(tmp_path: Path) -> None:
             matrices(path)
     with pytest.raises(RewireError, match="those of an ejected model"):
         rewire.from_pretrained(tmp_path)
+    with pytest.raises(RewireError, match="those of an ejected model"):
+        rewired(LinearNet()).load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
