@@ -329,7 +329,7 @@ def sharded_before() -> None:
     fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (2,)))
     refuses("'layers.1' is already sharded", lambda: rewire.compile(inner), rewire.WrappedModel)
     wrapped = nn.parallel.DistributedDataParallel(Stack(PreNorm))
-    refuses("rewire the model first", lambda: rewire.compile(wrapped), rewire.WrappedModel)
+    refuses(r"rewire what is inside \(\.module\), then wrap that", lambda: rewire.compile(wrapped), rewire.WrappedModel)
 
 
 def differing(one: tuple[str, dict[str, Any]], two: tuple[str, dict[str, Any]]) -> nn.Module:

@@ -182,7 +182,7 @@ def test_references_are_plain_torch() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(UnknownName, match=r"'nothing': there are mhc"):
+    with pytest.raises(UnknownName, match=r"'nothing'\. There are mhc"):
         check("nothing", of_reference(reference("mhc"), {}))
     with pytest.raises(UnknownName, match=r"'mhc' has no option 'stream': it has streams"):
         check("mhc", of_reference(reference("mhc"), {}), stream=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rewire.init import Scaled
-from rewire.studies.contenders import PLAIN, parse
+from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.page import _log, write
 from rewire.studies.report import Row, Study
 from rewire.studies.training import Cost, Point, Result, Setting, Trial
@@ -67,7 +67,9 @@ def test_one_seed_has_no_interval() -> None:
 
 def test_those_that_were_dropped_count() -> None:
     gain = 0.006
-    dropped = [Row(f"dropped-{n}", parse(f"dropped-{n}"), SETTING, {SETTING: 2.0}) for n in range(30)]
+    dropped = [
+        Row(f"dropped-{n}", Contender(f"dropped-{n}", {"topology": "mhc"}), SETTING, {SETTING: 2.0}) for n in range(30)
+    ]
     alone, among = study(row("mhc", gain)), study(row("mhc", gain), *dropped)
     assert alone.verdict(alone.row("mhc")) == "better"
     assert among.verdict(among.row("mhc")) == "no difference" and among.verdict(among.row("dropped-3")) == "dropped"
