@@ -210,3 +210,18 @@ def test_connections_beside_code_by_hand() -> None:
     for size in ("512x256", "1024x512"):
         ours = found[size]["ancre-ingoing"], found[size]["denseformer"]
         assert max(ours) < min(found[size][name] for name in found[size] if name.startswith(("ANCRe", "DenseFormer")))
+
+
+def test_how_long_compiling_takes() -> None:
+    rows = json.loads((RESULTS / "compile_time.json").read_text())["results"]
+    page = (ROOT / "docs" / "benchmarks.md").read_text().partition("## Compile time")[2].partition("\n## ")[0]
+    plain = {row["layers"]: row for row in rows if row["topology"] == "plain"}
+    wanted = []
+    for row in rows:
+        cells = [str(row["layers"]), row["topology"]]
+        for run in ("traced", "first", "again", "again, functions cached"):
+            ratio = "" if row["topology"] == "plain" else f" ({row[run] / plain[row['layers']][run]:.2f})"
+            cells.append(f"{row[run]:.{0 if run == 'first' else 1}f}{ratio}")
+        wanted.append(cells)
+    lines = [line for line in page.splitlines() if re.match(r"\| \d", line)]
+    assert [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines] == wanted

@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py, first_step.py and on_gpu/tiles.py, as far as they run without a GPU."""
+"""benchmarks/throughput.py, first_step.py, compile_time.py and on_gpu/tiles.py, as far as they run without a GPU."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def test_first_steps(tmp_path: Path) -> None:
     plain, ours, unknown = json.loads(out.read_text())["results"]
     assert done.returncode == 1 and "no-such" in unknown["error"]
     assert plain["first step"] > 0 and ours["second step"] > 0 and "ancre-ingoing" in done.stdout
+
+
+@pytest.mark.slow
+def test_compile_times(tmp_path: Path) -> None:
+    out = tmp_path / "compile_time.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "compile_time.py"), "--runs", "traced", "--layers", "1"]
+    command += ["--by-block", "--topologies", "ancre-ingoing", "no-such", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    plain, ours, unknown = json.loads(out.read_text())["results"]
+    assert done.returncode == 1 and "no-such" in unknown["traced"]
+    assert 0 < plain["traced"] < ours["traced"] and "by block" in done.stdout and "failed" in done.stdout
 
 
 def test_tiles_are_written_into_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
