@@ -122,17 +122,19 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
         )
     memo |= {id(group): group for group in process_groups()}
     bound = list[tuple[nn.Module, str, FunctionType]]()
-    for module in modules:
-        for name, value in vars(module).items():
-            if type(value) is OrderedDict and not value:  # hooks it does not have: these would take most of the time
-                memo[id(value)] = OrderedDict()
-            elif isinstance(value, FunctionType) and value.__closure__:
-                bound.append((module, name, value))
-            elif type(value) not in _CONSTANTS and not name.startswith("_"):
-                # hidden states of its last call, which cannot be copied: their values
-                hidden = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not x.is_leaf)
-                memo |= {id(tensor): tensor.detach().clone() for tensor in hidden if id(tensor) not in memo}
     try:
+        for module in modules:
+            for name, value in vars(module).items():
+                if (
+                    type(value) is OrderedDict and not value
+                ):  # hooks it does not have: these would take most of the time
+                    memo[id(value)] = OrderedDict()
+                elif isinstance(value, FunctionType) and value.__closure__:
+                    bound.append((module, name, value))
+                elif type(value) not in _CONSTANTS and not name.startswith("_"):
+                    # hidden states of its last call, which cannot be copied: their values
+                    hidden = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not x.is_leaf)
+                    memo |= {id(tensor): tensor.detach().clone() for tensor in hidden if id(tensor) not in memo}
         plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
         own = [(module, _empty_of(module, memo)) for module in modules if type(module) in plain]
         for module, empty in reversed(own):  # from the inside: a child that copies itself finds its own children whole

@@ -150,3 +150,11 @@ def test_modules_as_keys_and_proxies_of_others_are_no_reason_to_refuse() -> None
     model.others = [weakref.proxy(other)]
     x = torch.randn(2, 4)
     torch.testing.assert_close(rewire.compile(model, example_inputs=(x,))(x), model(x))
+
+
+def test_a_proxy_of_what_is_gone_cannot_be_copied() -> None:
+    model, other = Scaled(dict), {1}
+    model.other = weakref.proxy(other)
+    del other
+    with pytest.raises(rewire.RewireError, match=r"Scaled cannot be copied.*weakly-referenced object no longer exists"):
+        rewire.compile(model, example_inputs=(torch.randn(2, 4),))

@@ -56,14 +56,22 @@ def check_copies_know_their_modules(model: nn.Module) -> None:
 
 def _known_by(value: Any, ids: set[int]) -> str:
     """How an attribute, or what is in its container, knows modules with these ids; empty if in no such way."""
-    if isinstance(value, weakref.WeakKeyDictionary):
+    kind = type(value)  # isinstance would ask a proxy whose object is gone
+    if issubclass(kind, weakref.WeakKeyDictionary):
         return "weak references" if any(id(key) in ids for key in value) else ""
-    items = [value, *(value if isinstance(value, (dict, list, tuple, set, frozenset)) else ())]
-    items += value.values() if isinstance(value, dict) else ()
-    proxies = (item for item in items if type(item) in weakref.ProxyTypes)
-    if any(id(getattr(getattr(proxy, "modules", None), "__self__", None)) in ids for proxy in proxies):
+    items = [value, *(value if issubclass(kind, (dict, list, tuple, set, frozenset)) else ())]
+    items += value.values() if issubclass(kind, dict) else ()
+    if any(type(item) in weakref.ProxyTypes and id(_module_behind(item)) in ids for item in items):
         return "weak proxies"
     return "their id()" if any(type(item) is int and item in ids for item in items) else ""
+
+
+def _module_behind(proxy: Any) -> Any:
+    """The module that a weak proxy stands for; None if it is none, or gone."""
+    try:
+        return getattr(getattr(proxy, "modules", None), "__self__", None)
+    except ReferenceError:
+        return None
 
 
 #: Class of a wrapper -> what was done to the model, and where the model is in it.
