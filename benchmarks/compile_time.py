@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/compile_time.json"))
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
-    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS), help="in this order")
     parser.add_argument("--by-block", action="store_true", help="compile each block by itself")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a model's process
     parser.add_argument("--backend", help=argparse.SUPPRESS)

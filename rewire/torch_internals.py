@@ -37,6 +37,10 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 #: A context without dispatch modes, in which tensors that are known to be real have numbers.
 without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 
+#: The mode that sees each operator first, and a context without it; where they are missing, all modes stay.
+_first_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", lambda: None)
+_without_first_mode = getattr(torch.utils._python_dispatch, "_pop_mode_temporarily", nullcontext)
+
 #: A context in which ``__torch_function__`` of classes is not called.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -92,11 +96,9 @@ def unseen_by_selective_checkpoints(module: nn.Module) -> AbstractContextManager
 
     Selective checkpointing counts operations, and torch 2.13 raises then (github.com/pytorch/pytorch/pull/196862).
     """
-    if hasattr(module, "_get_fsdp_state") and not torch.compiler.is_compiling():
-        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-        if any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__):
-            return torch.utils._python_dispatch._pop_mode_temporarily()
-    return nullcontext()
+    mode = _first_mode() if hasattr(module, "_get_fsdp_state") and not torch.compiler.is_compiling() else None
+    counts = any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__)
+    return _without_first_mode() if counts else nullcontext()
 
 
 def has_groups_inside(module: nn.Module) -> bool:

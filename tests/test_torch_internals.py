@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import rewire
 from rewire import torch_internals as internals
@@ -105,6 +105,7 @@ import torch, torch.distributed, torch.distributed.fsdp
 del torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 del torch._C._autograd._top_saved_tensors_default_hooks, torch._C._functorch.is_legacy_batchedtensor
 del torch.autograd.forward_ad._current_level, torch._ops.HigherOrderOperator
+del torch.utils._python_dispatch._get_current_dispatch_mode, torch.utils._python_dispatch._pop_mode_temporarily
 import sys; sys.modules["torch._C._dynamo.guards"] = None
 import rewire
 from rewire import torch_internals as internals
@@ -112,6 +113,10 @@ x = torch.ones(2)
 assert internals.in_dispatch_mode() and internals.under_functorch() and internals.in_forward_mode()
 assert internals.is_batch_of_gradients(x) and internals.saved_tensor_hooks() == (None, None)
 assert internals.tensor_guards([x]) is None
+module = torch.nn.Linear(1, 1)
+module._get_fsdp_state = None
+with internals.unseen_by_selective_checkpoints(module):
+    pass
 """
     ran = subprocess.run([sys.executable, "-c", missing], capture_output=True, text=True, env=dict(os.environ))
     assert ran.returncode == 0, ran.stderr
@@ -282,6 +287,21 @@ def test_dispatch_modes_are_known_and_can_be_left() -> None:
             assert not internals.in_dispatch_mode()
             torch.ones(2).add(1)
     assert seen and len(mode.seen) == seen
+
+
+def test_selective_checkpoints_do_not_see_modules_with_hooks_of_fsdp() -> None:
+    """Others they do, and so do other modes see these."""
+    plain, sharded = nn.Linear(1, 1), nn.Linear(1, 1)
+    vars(sharded)["_get_fsdp_state"] = lambda: None
+    checkpointed, _ = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    for mode, module, seen in (
+        (checkpointed, plain, True),
+        (checkpointed, sharded, False),
+        (Watching(), sharded, True),
+    ):
+        with mode, internals.unseen_by_selective_checkpoints(module):
+            assert internals.in_dispatch_mode() == seen
+        assert not internals.in_dispatch_mode()
 
 
 def test_torch_function_can_be_left() -> None:
