@@ -6,7 +6,8 @@ Runs, seeds and statistics are those of `rewire.study`, in another order and wit
 the best of SETTINGS. The others have the one that is best for them, on one seed, of the three that suit the plain model
 best; with that, the plain model is run, too. Those that are below the plain model on each seed get controls: weights
 frozen where another run's ended, and the plain model trained for the same time. At last they are compared with the
-plain model's own setting. Results are written after each part; called again, the script goes on.
+plain model's own setting. Results are written after each part; called again, the script goes on. So it does from the
+results of others with `--known`, the file that they were written to: runs that it holds are not made again.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tasks
 import torch
 
 from rewire.bench.harness import machine
+from rewire.diagnostics.moves import Moves
 from rewire.studies import training
 from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.page import draw
 from rewire.studies.report import Row, Study
 from rewire.studies.run import SEARCHED, length_in_time_of
-from rewire.studies.runs import Runs, open_storage
+from rewire.studies.runs import Kept, Runs, open_storage
 from rewire.studies.task import Budget
-from rewire.studies.training import Result, Setting, Trial
+from rewire.studies.training import Cost, Point, Result, Setting, Trial
 
 #: Of the plain model: rates, and factors on its embeddings and on the ends of its branches.
 SETTINGS = [
@@ -50,12 +53,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
+    parser.add_argument("--known", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     training.EVALUATIONS = 4
     given.out.mkdir(parents=True, exist_ok=True)
     storage, device = open_storage(str(given.out / "journal.log")), torch.device("cpu")
+    if given.known:
+        _take(json.loads(given.known.read_text()), given.steps, storage)
     runs = Runs(tasks.deep_language_model(given.layers), Budget(given.steps), storage, device, print)
     compared = range(2, 2 + given.seeds)
     about = {"steps": given.steps, "seeds": given.seeds, "layers": given.layers, "machine": machine(device)}
@@ -98,6 +104,41 @@ def main() -> None:
         if all(each.name != name for each in rows):
             rows.append(row(name, parse(name), setting, next(e.searched for e in rows if e.contender == parse(name))))
             _write(rows, about, given.out)
+
+
+def _take(found: dict[str, Any], steps: int, storage: Any) -> None:
+    """Keep the runs of a results file in ``storage``, as if they had been made here."""
+    plain = next(Setting(**row["setting"]) for row in found["rows"] if row["name"] == found["baseline"])
+    for row in found["rows"]:
+        contender = parse(row["name"].removesuffix(", its own setting")) if row["compile"] else PLAIN
+        kept, setting = Kept(contender.name, storage), Setting(**row["setting"])
+        if "cost" not in kept.notes:
+            kept.note("cost", list(row["cost"].values()))
+        for seed, curve in row["curves"].items():
+            moves = row["moves"].get(seed)
+            curve = [Point(*point) for point in curve]
+            _keep(kept, Result(Trial(setting, int(seed)), curve, 0, moves and Moves(**moves)))
+        for run in row["search"]:
+            searched = Setting(**{field.name: run[field.name] for field in dataclasses.fields(Setting)})
+            _keep(kept, _ended(Trial(searched, run["seed"]), steps, run["loss"], run["spikes"]))
+        length = length_in_time_of(Cost(*row["cost"].values()))
+        for seed, loss in row["longer"].items():
+            longer = _ended(Trial(plain, int(seed), length), round(steps * length), loss)
+            _keep(Kept(PLAIN.name, storage), longer)
+        for held, losses in row["controls"].items():
+            control = Kept(contender.holding(held).name, storage)
+            for seed, loss in losses.items():
+                _keep(control, _ended(Trial(setting, int(seed)), steps, loss))
+
+
+def _ended(trial: Trial, steps: int, loss: float, spikes: int = 0) -> Result:
+    return Result(trial, [Point(steps, 0.0, loss)], spikes)
+
+
+def _keep(kept: Kept, result: Result) -> None:
+    if all(result.trial != other.trial for other in kept.results()):
+        with kept.recorded(result.trial) as record:
+            record.end(result)
 
 
 def _write(rows: list[Row], about: dict[str, object], out: Path) -> None:
