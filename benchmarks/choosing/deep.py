@@ -3,11 +3,12 @@
     python benchmarks/choosing/deep.py --out out/choosing/deep
 
 Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
-the best of SETTINGS. The others have the one that is best for them, on one seed, of the three that suit the plain model
-best; with that, the plain model is run, too. Those that are below the plain model on each seed get controls: weights
-frozen where another run's ended, and the plain model trained for the same time. At last they are compared with the
-plain model's own setting. Results are written after each part; called again, the script goes on. So it does from the
-results of others with `--known`, the file that they were written to: runs that it holds are not made again.
+the best of SETTINGS, which go on where the best was at an edge. The others have the one that is best for them, on one
+seed, of the plain model's best for five factors on the embeddings, and then the best of three rates of their
+connections; with that setting, the plain model is run, too. Those that are below the plain model on each seed get
+controls: weights frozen where another run's ended, and the plain model trained for the same time. Results are written
+after each part; called again, the script goes on. So it does from the results of others with `--known`, the file that
+they were written to: runs that it holds are not made again.
 """
 
 from __future__ import annotations
@@ -38,11 +39,23 @@ SETTINGS = [
     Setting(rate, embedding=embedding, branch=branch)
     for rate, embedding, branch in (
         *((0.004, 64, 4), (0.004, 64, 1), (0.004, 16, 4), (0.008, 1024, 4), (0.016, 4096, 4), (0.002, 64, 4)),
-        *((0.008, 64, 4), (0.004, 256, 4)),
+        *((0.008, 64, 4), (0.004, 256, 4), (0.008, 1024, 16), (0.004, 256, 16), (0.004, 64, 16), (0.002, 256, 16)),
+        *((0.004, 1024, 4), (0.008, 256, 4), (0.008, 256, 16), (0.008, 4096, 16), (0.016, 4096, 16)),
+        *((0.016, 1024, 16), (0.008, 1024, 64), (0.004, 256, 64), (0.008, 16384, 16), (0.008, 4096, 64)),
+        *(
+            (0.004, 1024, 16),
+            (0.004, 4096, 16),
+            (0.016, 4096, 64),
+            (0.008, 16384, 64),
+            (0.008, 16384, 256),
+            (0.008, 4096, 256),
+        ),
     )
 ]
+#: Factors on the rates of connections.
+CONNECTIONS = (1, 4, 0.25)
 CONTENDERS = (
-    *("ancre-ingoing", "denseformer", "hc-static", "muddformer:norms=True", "hc-dynamic", "attnres"),
+    *("denseformer", "hc-static", "muddformer:norms=True", "ancre-ingoing", "hc-dynamic", "attnres"),
     *("denseformer:sources=('x0', 8, 16)", "mhc"),
 )
 
@@ -83,26 +96,28 @@ def main() -> None:
         return dataclasses.replace(row, controls={"end": ended} if ended else {}, longer=longer)
 
     first = tried(PLAIN, SETTINGS, SEARCHED[:1])
-    best = [run.trial.setting for run in sorted(first, key=lambda run: run.loss)[:3]]
-    second = tried(PLAIN, best[:2], SEARCHED[1:])
+    first.sort(key=lambda run: run.loss)
+    best, of_embedding = [run.trial.setting for run in first], dict[float, Setting]()
+    for each in best:
+        of_embedding.setdefault(each.embedding, each)
+    second = tried(PLAIN, best[:4], SEARCHED[1:])
     sums = {run.trial.setting: run.loss for run in second}
-    setting = min(best[:2], key=lambda each: sums[each] + first[SETTINGS.index(each)].loss)
+    setting = min(best[:4], key=lambda each: sums[each] + first[best.index(each)].loss)
     rows = [row("residual, scaled", PLAIN, setting, [*first, *second])]
     for name in given.contenders:
         contender = parse(name)
-        searched = tried(contender, best, SEARCHED[:1])
+        searched = tried(contender, [*of_embedding.values()][:5], SEARCHED[:1])
         own = min(searched, key=lambda run: run.loss).trial.setting
-        at = len(rows)
-        rows.append(row(f"{name}, its own setting" if own != setting else name, contender, own, searched))
-        if all(other.setting != own for other in rows if other.contender == PLAIN):  # is it the setting alone?
-            rows.append(row(f"residual, the setting of {name}", PLAIN, own, []))
+        rates = [dataclasses.replace(own, connections=own.connections * factor) for factor in CONNECTIONS]
+        searched += tried(contender, rates[1:], SEARCHED[:1])
+        own = min(searched, key=lambda run: run.loss).trial.setting
+        at, of_plain = len(rows), dataclasses.replace(own, connections=1.0)
+        rows.append(row(name, contender, own, searched))
+        if all(other.setting != of_plain for other in rows if other.contender == PLAIN):  # is it the setting alone?
+            rows.append(row(f"residual, the setting of {name}", PLAIN, of_plain, []))
         _write(rows, about, given.out)
         if all(run.loss < plain.loss for run, plain in zip(rows[at].results, rows[0].results, strict=True)):
             rows[at] = controlled(rows[at])
-            _write(rows, about, given.out)
-    for name in given.contenders:
-        if all(each.name != name for each in rows):
-            rows.append(row(name, parse(name), setting, next(e.searched for e in rows if e.contender == parse(name))))
             _write(rows, about, given.out)
 
 
