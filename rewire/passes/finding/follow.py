@@ -27,7 +27,7 @@ from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
-from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope, kind_of
+from rewire.passes.finding.flow import CONTAINERS, Args, Flow, Kwargs, Place, Scope, kind_of
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
@@ -116,7 +116,7 @@ class _Follower(fx.Tracer):
         flow.unread = self.unread
         return flow
 
-    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_view(self, view: Any, args: Args, kwargs: Kwargs) -> Any:
         module: nn.Module = vars(view)[MODULE]
         if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
@@ -146,7 +146,7 @@ class _Follower(fx.Tracer):
         leaf = home.startswith("torch.nn.") and not home.endswith((".container", ".transformer"))
         return not leaf and self.failures.get(type(module), 0) < _FAILURES
 
-    def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
+    def _inside(self, view: Any, args: Args, kwargs: Kwargs, call: Place | None) -> Any:
         """What the forward of a module returns; its operations are recorded.
 
         Raises:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from rewire.errors import TraceError
+from rewire.passes.finding.flow import Args, Kwargs
 
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
 _CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
@@ -30,11 +31,11 @@ _PARTS = {"chunk", "split"}
 class Tracer(Protocol):
     """What stand-ins ask of the tracer."""
 
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy: ...
+    def create_proxy(self, kind: str, target: Any, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
 
     def nodes(self, value: Any) -> list[Any]: ...
 
-    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call_view(self, view: Any, args: Args, kwargs: Kwargs) -> Any: ...
 
     def weight(self, tensor: torch.Tensor) -> fx.Proxy: ...
 
