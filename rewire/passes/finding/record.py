@@ -119,7 +119,7 @@ class Recorder(TorchFunctionMode):
         self.stack.append(scope)
         scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
 
-    def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
+    def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
 
     def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
@@ -134,7 +134,9 @@ class Recorder(TorchFunctionMode):
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
         scope.results, scope.returns_more = self._ops(output), not isinstance(output, Tensor)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = tensors_of(args) + tensors_of(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
@@ -321,13 +323,13 @@ class Recorder(TorchFunctionMode):
             return type(value)(map(self._told, value))
         return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
 
-    def _handed(self, value: Any, scope: Scope) -> list[Op]:
+    def _handed(self, value: object, scope: Scope) -> list[Op]:
         """What made the tensors in an argument that a function gets."""
         for tensor in tensors_of(value):
             self._look_for(tensor, scope)
         return self._ops(value)
 
-    def _ops(self, value: Any) -> list[Op]:
+    def _ops(self, value: object) -> list[Op]:
         return [self._op(tensor) for tensor in tensors_of(value)]
 
 
@@ -373,7 +375,7 @@ def _bound(code: CodeType | None, args: Args, kwargs: Kwargs) -> Iterator[tuple[
         yield code.co_varnames[place] if code.co_flags & inspect.CO_VARKEYWORDS else "", keywords
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: object) -> list[Tensor]:
     """The tensors in arguments or a result: in containers, and in dataclasses (which pytrees may not know)."""
     if isinstance(value, Tensor):
         return [value]

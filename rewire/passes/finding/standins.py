@@ -14,7 +14,7 @@ from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rewire.errors import TraceError
 from rewire.passes.finding.flow import Args, Kwargs
@@ -33,9 +33,9 @@ class Tracer(Protocol):
 
     def create_proxy(self, kind: str, target: Any, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
 
-    def nodes(self, value: Any) -> list[Any]: ...
+    def nodes(self, value: object) -> list[Any]: ...
 
-    def call_view(self, view: Any, args: Args, kwargs: Kwargs) -> Any: ...
+    def call_view(self, view: nn.Module, args: Args, kwargs: Kwargs) -> Any: ...
 
     def weight(self, tensor: torch.Tensor) -> fx.Proxy: ...
 
@@ -152,7 +152,7 @@ def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any
     return record
 
 
-def _isinstance(value: Any, classes: Any) -> bool:
+def _isinstance(value: object, classes: Any) -> bool:
     """``isinstance``, for which a traced value is a tensor."""
     if isinstance(value, fx.Proxy):
         return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))

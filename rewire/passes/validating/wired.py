@@ -239,7 +239,7 @@ class _Wiring(Recorder):
         self.counts[at] += 1
         return op
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: _Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
         name, self.written = getattr(func, "__name__", ""), None
         if name in ("add_", "__iadd__"):  # perhaps to a branch's output
