@@ -7,7 +7,7 @@ The operations are followed back from the branch's output. The way goes through 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from rewire.conventions import (
     is_norm,
     matrices,
 )
-from rewire.passes.finding.flow import Op, Scope
+from rewire.passes.finding.flow import Op, Scope, reached
 
 #: Operations on several operands that are all followed: sums are zero if all operands are, products if one is.
 _ALL_OPERANDS = {"mul", "multiply", "add", "sub", "cat", "stack"}
@@ -44,17 +44,12 @@ class LastLayers:
 
 def last_layers_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> LastLayers:
     """The weights in which the sum of ``ops`` is linear. The search ends where ``stop`` is true."""
-    last, seen, todo = LastLayers(), set[Op](), list(ops)
-    while todo:
-        op = todo.pop()
-        if op in seen or stop(op):
-            continue
-        seen.add(op)
-        todo += _step(op, last)
+    last = LastLayers()
+    reached((op for op in ops if not stop(op)), lambda op: (o for o in _step(op, last) if not stop(o)))
     return last
 
 
-def _step(op: Op, last: LastLayers) -> Sequence[Op]:
+def _step(op: Op, last: LastLayers) -> Collection[Op]:
     """Enter in ``last`` what ``op`` is of it. Returns the operations to go on with."""
     if op.parameter:
         if op.shape is not None and not is_matrix(op.shape):
@@ -74,19 +69,10 @@ def _step(op: Op, last: LastLayers) -> Sequence[Op]:
     return _zero_preserving(op)
 
 
-def _inputs_of(scope: Scope, op: Op) -> list[Op]:
+def _inputs_of(scope: Scope, op: Op) -> set[Op]:
     """The values from outside the call ``scope`` that ``op``, inside it, is made of."""
-    found, todo, seen = list[Op](), [op], set[Op]()
-    while todo:
-        for source in todo.pop().inputs:
-            if source in seen:
-                continue
-            seen.add(source)
-            if not scope.holds(source.scope):
-                found.append(source)
-            elif not source.constant:
-                todo.append(source)
-    return found
+    inside = reached([op], lambda made: (o for o in made.inputs if scope.holds(o.scope) and not o.constant))
+    return {source for made in inside for source in made.inputs if not scope.holds(source.scope)}
 
 
 def _enter_module(path: str, module: nn.Module, last: LastLayers) -> None:
@@ -117,7 +103,7 @@ def _last_by_name(module: nn.Module) -> list[str]:
     return own or named[-1:] or names[-1:]
 
 
-def _zero_preserving(op: Op) -> Sequence[Op]:
+def _zero_preserving(op: Op) -> Collection[Op]:
     """Operands of an operation without weights that have to be zero for its result to be zero."""
     if NOT_ZERO_AT_ZERO.search(op.name):
         return ()
@@ -168,9 +154,6 @@ def parameters_of(region: Iterable[Op]) -> set[str]:
     for op in region:
         if op.leaf is not None:
             names.update(f"{op.scope.path}.{name}" for name, _ in op.leaf.named_parameters())
-        todo = [source for source in op.inputs if source.constant]
-        while todo:
-            weight = todo.pop()
-            names.update([weight.parameter] if weight.parameter else [])
-            todo += weight.inputs
+        weights = reached((source for source in op.inputs if source.constant), lambda weight: weight.inputs)
+        names.update(weight.parameter for weight in weights if weight.parameter)
     return names

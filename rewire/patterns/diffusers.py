@@ -30,9 +30,6 @@ register_pattern(
     Pattern(
         description="diffusers' DiTTransformer2DModel",
         matches=_is_dit,
-        attention="attn1",
-        ffn="ff",
-        qkv=("{branch}.to_q", "{branch}.to_k", "{branch}.to_v"),
         example_inputs=example_inputs,
     ),
 )

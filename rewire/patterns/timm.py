@@ -1,4 +1,4 @@
-"""timm: one pattern for all of its models, which knows their inputs, and one for each family that has names to tell."""
+"""timm: one pattern for all of its models, which knows their inputs, and one for each family that is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from rewire.copies import Inputs
 from rewire.patterns.pattern import Pattern, register_pattern, thirds
-from rewire.patterns.transformers import Q_K_V
 
 
 def _is_timm(module: nn.Module, name: str = "") -> bool:
@@ -43,12 +42,12 @@ def _register(name: str, description: str, having: str = "", **names: Any) -> No
 
 register_pattern("timm", Pattern("any timm model", _is_timm, example_inputs=example_inputs))
 
-_register("vision_transformer", "ViT and DeiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
-_register("eva", "EVA", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
-_register("eva", "EVA, q, k and v apart", having="q_proj", attention="attn", ffn="mlp", qkv=Q_K_V)
-_register("cait", "CaiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
-_register("swin_transformer", "Swin", attention="attn", ffn="mlp", qkv=("attn.qkv",), fused=thirds)
-_register("mlp_mixer", "MLP-Mixer", ffn="(mlp|linear)_tokens|mlp_channels")
+_register("vision_transformer", "ViT and DeiT")
+_register("eva", "EVA", qkv=("{branch}.qkv",), fused=thirds)
+_register("eva", "EVA, q, k and v apart", having="q_proj")
+_register("cait", "CaiT")
+_register("swin_transformer", "Swin")
+_register("mlp_mixer", "MLP-Mixer", ffn="linear_tokens")
 _register("convnext", "ConvNeXt")
 _register("resnet", "ResNet")
 _register("efficientnet", "EfficientNet")

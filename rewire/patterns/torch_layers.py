@@ -39,9 +39,6 @@ register_pattern(
         matches=lambda model: any(
             isinstance(m, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) for m in model.modules()
         ),
-        attention="self_attn|_sa_block",
-        ffn="_ff_block|linear1",
-        qkv=("self_attn",),
         forwards={
             nn.TransformerEncoderLayer: cast(FunctionType, encoder_layer),
             nn.TransformerDecoderLayer: cast(FunctionType, nn.TransformerDecoderLayer.forward),

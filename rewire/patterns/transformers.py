@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _SEQUENCE = 12
 
-Q_K_V = ("{branch}.q_proj", "{branch}.k_proj", "{branch}.v_proj")
-
 #: What a model gets if it takes it, whether or not it has to.
 _WELCOME = {"bbox", "future_values", "future_time_features"}
 

@@ -14,8 +14,9 @@ from torch import nn
 
 import rewire
 from rewire.errors import AlreadyConnected, UnknownName
-from rewire.passes.find import find
-from rewire.passes.prepare import without_inputs
+from rewire.passes.find import Found, find
+from rewire.passes.finding.projections import find_projections
+from rewire.passes.prepare import Prepared, without_inputs
 from rewire.patterns import Pattern, first_given, list_patterns, patterns_for, register_pattern
 from rewire.patterns import pattern as pattern_module
 from rewire.patterns.pattern import is_pretrained
@@ -37,7 +38,7 @@ TRANSFORMERS = {
     "gemma3_text": ([6], LLAMA),
     "mixtral": ([6], LLAMA),
     "granite": ([6], LLAMA),
-    "deepseek_v3": ([6], LLAMA),
+    "deepseek_v3": ([6], {"self_attn": "linear-attention", "mlp": "ffn"}),  # latent: it reads one value
     "olmo2": ([6], LLAMA),
     "cohere": ([3], {"self_attn": "parallel"}),
     "phi": ([3], {"self_attn": "parallel"}),
@@ -87,10 +88,6 @@ TIMM = {
 }
 
 
-def found_in(model: nn.Module) -> list[Trunk]:
-    return list(find(without_inputs(model)).trunks.values())
-
-
 def sites_of(trunks: list[Trunk]) -> list[Site]:
     return [site for trunk in trunks for site in trunk.sites]
 
@@ -106,14 +103,15 @@ def called(model: nn.Module, paths: set[str]) -> set[str]:
     return seen
 
 
-def check_qkv(model: nn.Module, pattern: Pattern, trunk: Trunk) -> None:
-    for site in trunk.sites:
-        if pattern.kind(site) in ("attention", "parallel"):
-            layer, _, inner = site.block.rpartition(".")
-            blocks = [layer] if inner == "self_attention" else [site.block]  # BLOOM's attention adds by itself
-            paths = [f"{block}.{path.format(branch=site.branch)}" for block in blocks for path in pattern.qkv]
-            assert paths
-            assert all(isinstance(model.get_submodule(path).weight, nn.Parameter) for path in paths)
+def check_qkv(found: Found, prepared: Prepared) -> None:
+    """Each attention has projections that are found: three modules, or one whose layout is known."""
+    finding = found.evaluation
+    for name, trunk in finding.trunks.items():
+        for site, add in zip(trunk.sites, finding.chains[name].adds, strict=True):
+            if site.kind in ("attention", "parallel"):
+                known = find_projections(finding.flow, site, prepared.patterns, add)
+                assert len(known.paths) == (1 if known.fused else 3)
+                assert all(isinstance(prepared.model.get_submodule(p).weight, nn.Parameter) for p in known.paths)
 
 
 @pytest.mark.parametrize("model_type", TRANSFORMERS)
@@ -122,27 +120,29 @@ def test_transformers_architecture(model_type: str) -> None:
     pattern, *others = patterns_for(model)
     assert others and not pattern.learned
     lengths, kinds = TRANSFORMERS[model_type]
-    trunks = found_in(model)
+    prepared = without_inputs(model)
+    found = find(prepared)
+    trunks = [*found.trunks.values()]
     assert [len(trunk.sites) for trunk in trunks] == lengths
-    assert {site.branch: pattern.kind(site) for site in sites_of(trunks)} == kinds
+    assert {site.branch: site.kind for site in sites_of(trunks)} == kinds
     blocks = {site.block for site in sites_of(trunks)}
     assert called(model, blocks) == blocks
-    for trunk in trunks:
-        check_qkv(model, pattern, trunk)
+    check_qkv(found, prepared)
 
 
 @pytest.mark.parametrize("name", TIMM)
 def test_timm_architecture(name: str) -> None:
     options, lengths, kinds = TIMM[name]
     model = timm_model(name, **options)
-    pattern, *others = patterns_for(model)
-    assert others
-    trunks = found_in(model)
+    assert len(patterns_for(model)) > 1
+    prepared = without_inputs(model)
+    found = find(prepared)
+    trunks = [*found.trunks.values()]
     assert [len(trunk.sites) for trunk in trunks] == lengths
-    assert {site.branch: pattern.kind(site) for site in sites_of(trunks)} == kinds
+    assert {site.branch: site.kind for site in sites_of(trunks)} == kinds
     blocks = {site.block for site in sites_of(trunks)}
     assert called(model, blocks) == blocks
-    check_qkv(model, pattern, trunks[0])  # CaiT's second trunk is attention of another kind
+    check_qkv(found, prepared)
 
 
 def test_a_timm_backbone_inside_another_model_is_recognised() -> None:
@@ -168,12 +168,13 @@ def tiny_dit() -> nn.Module:
 
 def test_diffusers_dit() -> None:
     model = tiny_dit()
-    (pattern,) = patterns_for(model)
-    (trunk,) = found_in(model)
-    assert [(site.branch, pattern.kind(site)) for site in trunk.sites] == [("attn1", "attention"), ("ff", "ffn")] * 2
+    prepared = without_inputs(model)
+    found = find(prepared)
+    (trunk,) = found.trunks.values()
+    assert [(site.branch, site.kind) for site in trunk.sites] == [("attn1", "attention"), ("ff", "ffn")] * 2
     blocks = {site.block for site in trunk.sites}
     assert called(model, blocks) == blocks
-    check_qkv(model, pattern, trunk)
+    check_qkv(found, prepared)
 
 
 LEARNED = {

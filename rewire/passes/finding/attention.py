@@ -8,11 +8,11 @@ first on the ways to its three inputs are the projections: modules, or products 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from rewire.conventions import is_matrix, out_features
 from rewire.passes.finding.adds import Add, keeps_values
-from rewire.passes.finding.flow import Flow, Op, given
+from rewire.passes.finding.flow import Flow, Op, given, reached
 from rewire.passes.finding.rerun import gradients
 
 #: What a torch.nn.MultiheadAttention calls, for projections, attention and output.
@@ -128,16 +128,14 @@ def _queries_first(flow: Flow, softmax: Op, a: Op, b: Op) -> tuple[Op, Op] | Non
 
 def _before(softmax: Op, region: Collection[Op]) -> Op | None:
     """The product that scores are made of: scaled, masked, biased."""
-    found, seen, todo = [], {softmax}, [softmax]
-    while todo:
-        op = todo.pop()
-        if op.name in _PRODUCTS and sum(not source.constant for source in op.inputs) >= 2:
-            found.append(op)
-            continue
-        for source in op.inputs:
-            if source in region and not source.weighted and source not in seen:
-                seen.add(source)
-                todo.append(source)
+
+    def is_product(op: Op) -> bool:
+        return op.name in _PRODUCTS and sum(not source.constant for source in op.inputs) >= 2
+
+    def before(op: Op) -> Iterable[Op]:
+        return () if is_product(op) else (o for o in op.inputs if o in region and not o.weighted)
+
+    found = [*filter(is_product, reached([softmax], before))]
     # Of positions there may be another one.
     found = [op for op in found if all(source in region for source in op.inputs[-2:])] or found
     return found[0] if len(found) == 1 else None
@@ -145,14 +143,13 @@ def _before(softmax: Op, region: Collection[Op]) -> Op | None:
 
 def _behind(flow: Flow, softmax: Op) -> Op | None:
     """The values of the product in which the weights are used: dropped, masked, without what is no number."""
-    found, seen, todo = set[Op](), {softmax}, [softmax]
-    while todo:
-        for user in flow.users[todo.pop()]:
-            if user.name in _PRODUCTS and not user.weighted:
-                found.update(source for source in user.inputs if source not in seen and not source.constant)
-            elif not user.weighted and user not in seen:
-                seen.add(user)
-                todo.append(user)
+
+    def users(op: Op, products: bool) -> list[Op]:
+        return [o for o in flow.users[op] if not o.weighted and (o.name in _PRODUCTS) == products]
+
+    made = reached([softmax], lambda op: users(op, False))
+    found = {o for op in made for product in users(op, True) for o in product.inputs if o not in made}
+    found = {op for op in found if not op.constant}
     return found.pop() if len(found) == 1 else None
 
 
@@ -188,23 +185,17 @@ def _sources(region: Collection[Op], attention: Op, value: Op) -> dict[str, int]
     for op in sorted(region, key=lambda op: op.index):
         if any(source in region and (source.weighted or source in behind) for source in op.inputs):
             behind.add(op)
-    found: dict[str, int] = {}
-    seen, todo = {value}, [value]
-    while todo:
-        op = todo.pop()
-        if op not in region:
-            continue
-        if op.weighted and op not in behind:
-            path = _projects(op, attention)
-            if not path:
-                return {}
-            found[path] = out_features(op.leaf or op.scope.module) or (op.shape[-1] if op.shape else 0)
-            continue
-        for source in op.inputs:
-            if source not in seen:
-                seen.add(source)
-                todo.append(source)
-    return found
+
+    def is_first(op: Op) -> bool:
+        return op in region and op.weighted and op not in behind
+
+    way = reached([value], lambda op: () if op not in region or is_first(op) else op.inputs)
+    first = sorted(filter(is_first, way), key=lambda op: -op.index)
+    paths = [_projects(op, attention) for op in first]
+    if not all(paths):
+        return {}
+    widths = (out_features(op.leaf or op.scope.module) or (op.shape[-1] if op.shape else 0) for op in first)
+    return dict(zip(paths, widths, strict=True))
 
 
 def _projects(op: Op, attention: Op) -> str:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from rewire.passes.finding.adds import TURNS, Add, between, keeps_values, residual_adds, size_of
 from rewire.passes.finding.cuts import are_cut
-from rewire.passes.finding.flow import Flow, Op, Place, Scope, around
+from rewire.passes.finding.flow import Flow, Op, Place, Scope, around, reached
 from rewire.trunk import Loops
 
 LONG = "a shortcut around a whole trunk"
@@ -346,10 +346,6 @@ def _leaves(flow: Flow, op: Op, block: Scope) -> bool:
 
 def _after(flow: Flow, op: Op, until: Set[Op]) -> list[Op]:
     """Operations without weights on what ``op`` made, of its size, in order; up to others."""
-    reached, todo = {op}, [op]
-    while todo:
-        for user in flow.users[todo.pop()]:
-            if user not in reached and user not in until and not user.weighted and same_size(user, op):
-                reached.add(user)
-                todo.append(user)
-    return sorted(reached - {op}, key=lambda other: other.index)
+    goes_on = lambda user: user not in until and not user.weighted and same_size(user, op)  # noqa: E731
+    behind = reached([op], lambda made: filter(goes_on, flow.users[made]))
+    return sorted(behind - {op}, key=lambda other: other.index)

@@ -68,7 +68,7 @@ def _told(flow: Flow, op: Op, source: Op) -> int | None:
         return 1 - dims if dims > 1 else None
     if op.name in _OVER_THE_LAST:
         args, kwargs = given(op)
-        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        shape: Any = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return -1 if isinstance(shape, int) or len(shape) == 1 else None
     if op.name == "linear" or (op.name in ("matmul", "mm", "bmm") and source is op.inputs[0]):
         return -1 if weighted else None
@@ -130,11 +130,10 @@ def _turned(op: Op, source: Op, dim: int) -> int | None:
     assert source.shape is not None
     sizes = _SIZES[: len(source.shape)]
     args, kwargs = given(op)
-    if op.call is not None:
-        function, own = op.call[0], source
-    else:
-        own, target = source.node, getattr(op.node, "target", None)
-        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    function: Any = op.call[0] if op.call else getattr(op.node, "target", None)
+    own = source if op.call else source.node
+    if isinstance(function, str):
+        function = getattr(torch.Tensor, function)
     probe = torch.empty(sizes, device="meta")
     with contextlib.suppress(Exception):
         made = function(*(probe if arg is own else arg for arg in args), **kwargs)

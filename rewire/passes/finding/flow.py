@@ -40,6 +40,9 @@ _NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 #: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
 Place: TypeAlias = tuple[CodeType, int]
+#: Arguments of a call, by position and by name.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -151,7 +154,7 @@ class Op:
     sizes: tuple[Any, ...] = ()
     selected: Any = None
     scale: Any = None
-    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+    call: tuple[Callable[..., Any], Args, Kwargs] | None = None
     item: int = 0
     recorded: bool = True
     reentrant: str = ""
@@ -170,7 +173,7 @@ class Op:
         return any(_mixes(type(module)) for module in self.leaf.modules())
 
 
-def given(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def given(op: Op) -> tuple[Args, Kwargs]:
     """The arguments of an operation, with operations or nodes for tensors; none if they are not known."""
     if op.call is not None:
         return op.call[1:]
@@ -291,6 +294,17 @@ def makes_alike(name: str) -> bool:
     """
     alone = not (dist.is_available() and dist.is_initialized())
     return alone and (name.endswith("_like") or name in _NEW)
+
+
+def reached(ops: Iterable[Op], following: Callable[[Op], Iterable[Op]]) -> set[Op]:
+    """All operations that are met from these on, themselves included, where ``following`` goes on from each."""
+    found = {*ops}
+    todo = [*found]
+    while todo:
+        new = {*following(todo.pop())} - found
+        found |= new
+        todo += new
+    return found
 
 
 def around(chains: Iterable[Sequence[Scope]]) -> list[Scope]:

@@ -27,7 +27,7 @@ from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
-from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope, kind_of
+from rewire.passes.finding.flow import CONTAINERS, Args, Flow, Kwargs, Place, Scope, kind_of
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
@@ -86,7 +86,7 @@ class _Follower(fx.Tracer):
         self.tested: list[int] = []
         self.written: list[tuple[fx.Node, fx.Proxy, fx.Node]] = []  # in place: by what, and what it was before
 
-    def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
+    def _module_of(self, view: object) -> tuple[str, nn.Module] | None:
         module = vars(view).get(MODULE) if isinstance(view, nn.Module) else None
         return None if module is None else (self.paths[module], module)
 
@@ -116,7 +116,7 @@ class _Follower(fx.Tracer):
         flow.unread = self.unread
         return flow
 
-    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_view(self, view: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         module: nn.Module = vars(view)[MODULE]
         if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
@@ -146,7 +146,7 @@ class _Follower(fx.Tracer):
         leaf = home.startswith("torch.nn.") and not home.endswith((".container", ".transformer"))
         return not leaf and self.failures.get(type(module), 0) < _FAILURES
 
-    def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
+    def _inside(self, view: nn.Module, args: Args, kwargs: Kwargs, call: Place | None) -> Any:
         """What the forward of a module returns; its operations are recorded.
 
         Raises:
@@ -179,10 +179,10 @@ class _Follower(fx.Tracer):
 
     def _attempt(
         self,
-        view: Any,
+        view: nn.Module,
         function: FunctionType,
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         call: Place | None,
         opaque: set[str],
         decisions: list[bool],
@@ -238,7 +238,7 @@ class _Follower(fx.Tracer):
             args[0].node = made.node
         return made
 
-    def _rows(self, view: Any) -> None:
+    def _rows(self, view: nn.Module) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
         module: nn.Module = vars(view)[MODULE]
         kind = kind_of(module)
@@ -255,7 +255,7 @@ class _Follower(fx.Tracer):
         finally:
             self.scopes.pop()
 
-    def _block(self, view: Any, handed: dict[str, Any]) -> dict[str, Any]:
+    def _block(self, view: nn.Module, handed: dict[str, Any]) -> dict[str, Any]:
         """What a module hands on, called with what the one before did and made-up other arguments.
 
         Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
@@ -297,7 +297,7 @@ class _Follower(fx.Tracer):
         """The call that is being traced, and where in its code."""
         return self.frames.caller(self.scopes, sys._getframe(2))
 
-    def nodes(self, value: Any) -> list[Any]:
+    def nodes(self, value: object) -> list[Any]:
         if isinstance(value, fx.Proxy):
             return [value.node]
         if isinstance(value, (tuple, list)):
@@ -363,7 +363,7 @@ def _failed_at(function: FunctionType, error: Exception) -> Place:
     return called[-1] if called else places[own]
 
 
-def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]:
+def _failed_in(function: FunctionType, view: nn.Module, error: Exception) -> list[str]:
     """The methods of the module, and functions of its file, in which a forward failed, innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     codes = [frame.f_code for frame in frames]

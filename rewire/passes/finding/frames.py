@@ -51,7 +51,7 @@ class Frames:
     """
 
     def __init__(
-        self, values: Callable[[Any, Scope], list[Any]], module_of: Callable[[Any], tuple[str, nn.Module] | None]
+        self, values: Callable[[object, Scope], list[Any]], module_of: Callable[[object], tuple[str, nn.Module] | None]
     ) -> None:
         self.values, self.module_of = values, module_of
         self._helpers: dict[tuple[Scope, int], Scope] = {}  # by the frame's id

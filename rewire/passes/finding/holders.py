@@ -74,7 +74,7 @@ def _steps(code: CodeType) -> dict[int, tuple[list[tuple[str, str]], list[int]]]
     return found
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def _tensors(value: object, depth: int = 0) -> Iterator[Tensor]:
     """The tensors that an object holds: a container, or a module or another object in its own attributes."""
     if isinstance(value, Tensor):
         yield value

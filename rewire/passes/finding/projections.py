@@ -80,43 +80,42 @@ def kind_by_use(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> s
     return "attention"
 
 
-def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add | None = None) -> Projections:
+def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> Projections:
     """The projections of one attention, by what the patterns say, else by their usual names, else by their use.
 
     Args:
         flow, site: what the model computes, and the attention's residual add.
         found: patterns of the model, the most special first.
-        add: that add in the flow, if it is known.
+        add: that add in the flow.
 
     Raises:
         UnsupportedTopology: they were not found; the message says what a pattern would have to name.
     """
     model = flow.model
     found = list(found)
-    known = [] if add is None else projections_in(flow, add)
+    known = projections_in(flow, add)
     if len(known) > 1:
         raise UnsupportedTopology(
             f"the attention '{site.name}' cannot have separate q/k/v inputs: it is {len(known)} attentions side by "
             "side, each with projections of its own. Use a topology that reads one value."
         )
     by_use, others = known[0] if known else ((), {})
-    region = () if add is None else add.region
-    called = {scope.path for op in region for scope in op.scope.outward() if not scope.helper}
-    called |= {weight_of(op) for op in region}
+    called = {scope.path for op in add.region for scope in op.scope.outward() if not scope.helper}
+    called |= {weight_of(op) for op in add.region}
     used = [by_use] if by_use and (by_use[0] in called or _submodule(model, by_use[0]) is not None) else []
     usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
     candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     # In a joint attention of two streams, modules with usual names may read the other one.
     for paths, declared in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
-        fused = declared if add is None else _layout(flow, site, add, paths, declared)
+        fused = _layout(flow, site, add, paths, declared)
         if fused is not None or not _needs_layout(model, paths):
             beside = _beside(model, site, found)
             if not beside and by_use == paths:
                 beside = others
             return Projections(site.name, paths, fused, beside)
-    use = "It was traced without inputs: pass example_inputs. Or use" if add and add.op.node is not None else "Use"
+    use = "It was traced without inputs: pass example_inputs. Or use" if add.op.node is not None else "Use"
     below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]
-    why = (add and shared_in(flow, add)) or "what makes its queries, keys and values was not found, by names or by use"
+    why = shared_in(flow, add) or "what makes its queries, keys and values was not found, by names or by use"
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs: {why} "
         f"(linear maps of '{site.block}': {', '.join(below) or 'none'}). "

@@ -6,11 +6,12 @@ nothing of the caller's changes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -28,14 +29,17 @@ from rewire.passes.finding.flow import (
     CONTAINERS,
     ELEMENTWISE,
     KERNEL,
+    Args,
     Flow,
     Holder,
+    Kwargs,
     Op,
     Place,
     Scope,
     kind_of,
     makes_alike,
     plain_name,
+    reached,
 )
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
@@ -56,14 +60,8 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
     before = shared(model)
     recorder = Recorder(model)
-    handles = recorder.attach()
-    try:
-        with recorder:
-            model(*inputs[0], **inputs[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-        recorder.frames.clear()
+    with recorder.running():
+        model(*inputs[0], **inputs[1])
     known = dict(model.named_modules())
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
@@ -98,15 +96,22 @@ class Recorder(TorchFunctionMode):
         self.unseen = ""
         self.frames = Frames(self._handed, self._module_of)
 
-    def attach(self) -> list[Any]:
-        """Hook the modules: what follows `__enter__` is recorded; the handles undo it."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what runs in this context, in which the modules have hooks."""
         handles: list[Any] = []
         for module in self.paths:
             handles.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
             handles.append(module.register_forward_hook(self._left, prepend=True, always_call=True))
-        return handles
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.frames.clear()
 
-    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _entered(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         caller, place = self.frames.caller(self.stack, sys._getframe(1))
         parent = caller if self.stack else None
         code = forward_of(module).code
@@ -114,10 +119,10 @@ class Recorder(TorchFunctionMode):
         self.stack.append(scope)
         scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
 
-    def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
+    def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
         scope = self.stack.pop()
         given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
         for tensor in tensors_of(output):
@@ -129,7 +134,9 @@ class Recorder(TorchFunctionMode):
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
         scope.results, scope.returns_more = self._ops(output), not isinstance(output, Tensor)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = tensors_of(args) + tensors_of(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
@@ -233,13 +240,9 @@ class Recorder(TorchFunctionMode):
         """Whether operations do not show how an autograd function makes something of all that it was given."""
         if function not in self.kernels:
             return False
-        reached, todo = {op}, [op]
-        while todo:
-            new = [s for s in todo.pop().inputs if s not in reached]
-            reached.update(new)
-            todo += [source for source in new if self._function(source.scope) is function]
+        inside = reached([op], lambda made: made.inputs if made is op or self._function(made.scope) is function else ())
         given = {source for ops in function.arguments.values() for source in ops}
-        return any(not s.constant and self.made[s.index].is_floating_point() for s in given - reached)
+        return any(not s.constant and self.made[s.index].is_floating_point() for s in given - inside)
 
     def _behind(self, tensor: Tensor) -> list[Op]:
         """What an autograd function was given that made a tensor, by its gradient's function."""
@@ -286,7 +289,7 @@ class Recorder(TorchFunctionMode):
         found += [base] if id(base) in self.known else []
         return [*{id(t): t for t in found if t is not tensor}.values()]
 
-    def _is_stored(self, whole: Tensor, part: Any) -> bool:
+    def _is_stored(self, whole: Tensor, part: object) -> bool:
         """Whether ``part`` is a view of ``whole`` that was written to: ``x[:, 1:] += f`` stores it once more."""
         known, stored = self.known.get(id(whole)), self.known.get(id(part))
         return stored is not None and known is not None and known.name == "setitem" and known.inputs[-1] is stored
@@ -320,17 +323,17 @@ class Recorder(TorchFunctionMode):
             return type(value)(map(self._told, value))
         return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
 
-    def _handed(self, value: Any, scope: Scope) -> list[Op]:
+    def _handed(self, value: object, scope: Scope) -> list[Op]:
         """What made the tensors in an argument that a function gets."""
         for tensor in tensors_of(value):
             self._look_for(tensor, scope)
         return self._ops(value)
 
-    def _ops(self, value: Any) -> list[Op]:
+    def _ops(self, value: object) -> list[Op]:
         return [self._op(tensor) for tensor in tensors_of(value)]
 
 
-def _is_whole(x: Tensor, view: Tensor, function: Any) -> bool:
+def _is_whole(x: Tensor, view: Tensor, function: Callable[..., Any]) -> bool:
     """Whether one tensor is all of another one in the same memory, by an operation that no name tells.
 
     Those that cut gradients are none, nor is one that goes by strides, which other states may have otherwise.
@@ -342,7 +345,7 @@ def _is_whole(x: Tensor, view: Tensor, function: Any) -> bool:
     return x.dtype == view.dtype and x.requires_grad == view.requires_grad and storage(x) == storage(view)
 
 
-def _by_one(args: tuple[Any, ...]) -> bool:
+def _by_one(args: Args) -> bool:
     """Whether a product or a quotient is one with the Python number 1, which changes nothing."""
     return len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int | float) and args[1] == 1
 
@@ -355,7 +358,7 @@ def _repeats(x: Tensor, index: Any) -> bool:
     return places.unique().numel() < places.numel()
 
 
-def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _bound(code: CodeType | None, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
     """The arguments of a forward by the names of its parameters."""
     if code is None:
         yield from (("", value) for value in (*args, *kwargs.values()))
@@ -372,7 +375,7 @@ def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any])
         yield code.co_varnames[place] if code.co_flags & inspect.CO_VARKEYWORDS else "", keywords
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: object) -> list[Tensor]:
     """The tensors in arguments or a result: in containers, and in dataclasses (which pytrees may not know)."""
     if isinstance(value, Tensor):
         return [value]

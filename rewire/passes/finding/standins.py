@@ -14,9 +14,10 @@ from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rewire.errors import TraceError
+from rewire.passes.finding.flow import Args, Kwargs
 
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
 _CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
@@ -30,11 +31,11 @@ _PARTS = {"chunk", "split"}
 class Tracer(Protocol):
     """What stand-ins ask of the tracer."""
 
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy: ...
+    def create_proxy(self, kind: str, target: Any, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
 
-    def nodes(self, value: Any) -> list[Any]: ...
+    def nodes(self, value: object) -> list[Any]: ...
 
-    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call_view(self, view: nn.Module, args: Args, kwargs: Kwargs) -> Any: ...
 
     def weight(self, tensor: torch.Tensor) -> fx.Proxy: ...
 
@@ -151,7 +152,7 @@ def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any
     return record
 
 
-def _isinstance(value: Any, classes: Any) -> bool:
+def _isinstance(value: object, classes: Any) -> bool:
     """``isinstance``, for which a traced value is a tensor."""
     if isinstance(value, fx.Proxy):
         return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))

@@ -83,11 +83,11 @@ class _Quiet:
         pass
 
 
-def _called(view: Any, *args: Any, **kwargs: Any) -> Any:
+def _called(view: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return vars(view)[TRACER].call_view(view, args, kwargs)
 
 
-def _attribute(view: Any, name: str) -> Any:
+def _attribute(view: nn.Module, name: str) -> Any:
     """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
     for table in (PARAMETERS, BUFFERS):
         tensor = view.__dict__.get(table, {}).get(name)
@@ -101,7 +101,7 @@ def _own(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set) else value
 
 
-def _keeps_values(value: Any) -> bool:
+def _keeps_values(value: object) -> bool:
     """Whether it is an object of a user's class, which may keep what a forward computes."""
     if type(value).__module__.partition(".")[0] in ("builtins", "collections", "torch"):
         return False

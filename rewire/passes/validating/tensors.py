@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ _SUMS, _FOLDED = 4096, 16
 _DEPTH = 6  # of objects inside objects that are looked into for tensors
 
 
-def tensors_in(value: Any, depth: int = 0) -> list[Tensor]:
+def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
     """All tensors in a model's output, in order: in containers, dataclasses and plain objects."""
     if isinstance(value, Tensor):
         return [value]

@@ -13,13 +13,13 @@ import collections
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rewire.copies import shared
+from rewire.copies import Inputs, shared
 from rewire.errors import ValidationMismatch
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.editing.carriers import casts_of
@@ -28,7 +28,7 @@ from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, is_view
 from rewire.passes.finding.attention import weight_of
 from rewire.passes.finding.chains import Chain
-from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
+from rewire.passes.finding.flow import KERNEL, Args, Flow, Kwargs, Op, Place, Scope, around
 from rewire.passes.finding.projections import Projections, find_projections
 from rewire.passes.finding.record import Recorder
 from rewire.passes.validating.wires import Wires
@@ -39,8 +39,11 @@ from rewire.runtime.nested import mapped, tensors_and_streams
 from rewire.runtime.reentrant import where_reentrant
 from rewire.torch_internals import pytree, saved_tensor_hooks
 
+T = TypeVar("T")
+_Function: TypeAlias = Callable[..., Any]
+
 #: Where in the code an operation or a call stands, and its number among those alike.
-_Key: TypeAlias = tuple[Any, ...]
+_Key: TypeAlias = tuple[Hashable, ...]
 
 
 def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
@@ -56,14 +59,8 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         wiring = _Wiring(self, scripts[self.training and len(scripts) > 1])
-        handles = wiring.attach()
-        try:
-            with wiring.open, wiring:
-                result = cls.__call__(self, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-            wiring.frames.clear()
+        with wiring.open, wiring.running():
+            result = cls.__call__(self, *args, **kwargs)
         wiring.check()
         return result
 
@@ -122,7 +119,7 @@ class _Script:
             starts.sort(key=lambda start: -firsts[start[0]])
         del self._flow, self._keys
 
-    def __deepcopy__(self, _: Any) -> _Script:
+    def __deepcopy__(self, _: object) -> _Script:
         return self
 
     def _put(self, op: Op, number: int, what: str, operand: int = 0) -> None:
@@ -179,9 +176,9 @@ def _hooked(calls: Sequence[Scope]) -> list[Scope]:
     return [call for call in calls if not call.bare]
 
 
-def _numbered(pairs: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[Any, _Key]]:
+def _numbered(pairs: Iterable[tuple[T, _Key]]) -> Iterator[tuple[T, _Key]]:
     """Each with the number of those before it that stand at the same place."""
-    counts: collections.Counter[Any] = collections.Counter()
+    counts: collections.Counter[_Key] = collections.Counter()
     for item, place in pairs:
         yield item, (*place, counts[place])
         counts[place] += 1
@@ -190,7 +187,7 @@ def _numbered(pairs: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[An
 class _Reached(BaseException):
     """A projection gets these arguments. (No Exception, which a forward may catch.)"""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: Args, kwargs: Kwargs) -> None:
         super().__init__()
         self.given, self.kwargs = args, kwargs
 
@@ -220,9 +217,9 @@ class _Wiring(Recorder):
         weights = {name: made[name].effective() for name in dict(script.trunks)}
         self.passes = [Wires(layout, weights[name]) for name, layout in script.trunks]
         self.parts: list[list[Tensor]] = [[] for _ in self.passes]
-        self.counts: collections.Counter[Any] = collections.Counter()
+        self.counts: collections.Counter[_Key] = collections.Counter()
         self.keys: dict[int, _Key] = {}
-        self.calls: dict[str, tuple[nn.Module, Any, Any, Any]] = {}
+        self.calls: dict[str, tuple[nn.Module, Args, Kwargs, collections.Counter[_Key]]] = {}
         self.readers = {read.reader for reads in script.reads for read in reads}
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.products = {way for reads in script.reads for read in reads for way in read.projections.ways}
@@ -232,19 +229,19 @@ class _Wiring(Recorder):
         self.before: list[int] = []
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
-        self.written: tuple[Any, Any] = (None, None)
+        self.written: tuple[Tensor, Tensor] | None = None
         self.open = contextlib.ExitStack()
 
-    def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Any) -> Op:
+    def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = super()._new(tensor, name, inputs, scope, place)
         at = (scope.path, place, name)
         self.keys[op.index] = (*at, self.counts[at])
         self.counts[at] += 1
         return op
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: _Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
-        name, self.written = getattr(func, "__name__", ""), (None, None)
+        name, self.written = getattr(func, "__name__", ""), None
         if name in ("add_", "__iadd__"):  # perhaps to a branch's output
             self.written = args[0], args[0].clone()
         in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
@@ -252,14 +249,14 @@ class _Wiring(Recorder):
             result = super().__torch_function__(func, types, args, kwargs)  # which `_in_place_of` may write to
         return self._happened(count, result, func, args, kwargs)
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
         count = len(self.ops)  # behind those that the module made
         super()._left(module, args, output)
         if self.probe is None and count == self.before.pop():
             self.counts[self.paths[module],] -= 1  # it failed, and is called again, or does nothing
         return self._happened(count, output, module, args, {})
 
-    def _happened(self, count: int, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _happened(self, count: int, result: Any, func: _Function, args: Args, kwargs: Kwargs) -> Any:
         """A result, in which operations from the number ``count`` on give something else."""
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
@@ -267,7 +264,7 @@ class _Wiring(Recorder):
                 result = self._in_place_of(op, new, result, (args, kwargs))
         return result
 
-    def _happens(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    def _happens(self, op: Op, func: _Function, args: Args, kwargs: Kwargs) -> Tensor | None:
         """What an operation gives in place of its own result; None: that."""
         key, new = self.keys[op.index], None
         if self.products and weight_of(op) in self.products:
@@ -300,7 +297,7 @@ class _Wiring(Recorder):
                     self.parts[number] = []
         return new
 
-    def _branch(self, op: Op, wires: Wires, operand: int, func: Any, given: Any) -> Tensor:
+    def _branch(self, op: Op, wires: Wires, operand: int, func: _Function, given: Inputs) -> Tensor:
         """What a sum adds to the operand of a number."""
         branch = self.made[op.inputs[1 - operand].index]
         if op.name in SCATTERED:  # to some rows
@@ -308,10 +305,10 @@ class _Wiring(Recorder):
             args, kwargs = _swapped(given, shortcut, torch.zeros_like(shortcut))
             branch = func(*args, **kwargs)
             branch = branch if wires.value is None else branch.view_as(wires.value)
-        branch = self.written[1] if branch is self.written[0] else branch
+        branch = self.written[1] if self.written and branch is self.written[0] else branch
         return branch if op.scale is None or op.scale == 1 else branch * op.scale
 
-    def _stored(self, op: Op, func: Any, args: Any, branch: Tensor) -> Tensor:
+    def _stored(self, op: Op, func: _Function, args: Args, branch: Tensor) -> Tensor:
         """A branch of a part, with zeros elsewhere: what ``x[rows] += branch`` adds to ``x``."""
         x = self.made[op.index]
         nothing = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
@@ -322,7 +319,7 @@ class _Wiring(Recorder):
             nothing.as_strided(args[0].shape, args[0].stride(), offset).copy_(branch)
         return nothing
 
-    def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
+    def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Inputs) -> Any:
         own = self.made[op.index]
         if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
             own.copy_(new)
@@ -333,7 +330,7 @@ class _Wiring(Recorder):
         self.made[op.index], self.known[id(new)] = new, op
         return pytree.tree_map(lambda item: new if item is own else item, result)
 
-    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _entered(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs | None:
         super()._entered(module, args, kwargs)
         path = self.paths[module]
         if self.probe is not None:
@@ -355,7 +352,7 @@ class _Wiring(Recorder):
             self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
 
-    def _stop_at(self, path: str, args: Any, kwargs: Any) -> None:
+    def _stop_at(self, path: str, args: Args, kwargs: Kwargs) -> None:
         """End a call that is made again, at its projection: with shared modules an earlier pass calls that, too."""
         assert self.probe is not None
         if path == self.probe[1] and self.met.issuperset(self.probe[0]):
@@ -380,7 +377,7 @@ class _Wiring(Recorder):
         if hooks is not None and hooks[0] is not _same:
             self.open.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
 
-    def _apart(self, path: str, args: Any, kwargs: Any) -> Any:
+    def _apart(self, path: str, args: Args, kwargs: Kwargs) -> Inputs:
         """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
         own = self._reads(path)
         return self._projected(own, path, args, kwargs) if own else (args, kwargs)
@@ -394,7 +391,7 @@ class _Wiring(Recorder):
             if wires.qkv is not None and wires.site == read.site and path in read.projections.ways
         ]
 
-    def _projected(self, reads: Sequence[tuple[Wires, _Read]], path: str, args: Any, kwargs: Any) -> Any:
+    def _projected(self, reads: Sequence[tuple[Wires, _Read]], path: str, args: Args, kwargs: Kwargs) -> Inputs:
         module, projections = self.modules[path], reads[0][1].projections
         if isinstance(module, nn.MultiheadAttention):
             names = ("query", "key", "value")
@@ -406,14 +403,14 @@ class _Wiring(Recorder):
             return alone.given, alone.kwargs
         result = _parts([module.forward(*self._fed(reads, path, way).given) for way in "qkv"], projections.fused)
 
-        def feed(*_: Any) -> Tensor:
+        def feed(*_: object) -> Tensor:
             handle.remove()
             return result
 
-        handle: Any = module.register_forward_hook(feed)
+        handle = module.register_forward_hook(feed)
         return args, kwargs
 
-    def _product(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    def _product(self, op: Op, func: _Function, args: Args, kwargs: Kwargs) -> Tensor | None:
         """What a product with a weight gives, where that is a projection."""
         path = weight_of(op)
         if self.probe is not None:
@@ -468,12 +465,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def _changed(value: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """A copy of arguments with each tensor in them changed: of dataclasses, too, which pytrees may not know."""
-    return pytree.tree_map(lambda item: mapped(item, change, fresh=True), value)
+    args, kwargs = pytree.tree_map(lambda item: mapped(item, change, fresh=True), value)
+    return args, kwargs
 
 
-def _first(given: Any) -> Tensor:
+def _first(given: Inputs) -> Tensor:
     return next(item for item in pytree.tree_leaves(given) if isinstance(item, Tensor))
 
 
