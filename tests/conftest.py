@@ -1,6 +1,8 @@
 """Runs before every test module is imported."""
 
 import gc
+import itertools
+import math
 import os
 import shutil
 import sys
@@ -12,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is importe
 import pytest
 import torch
 import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
+from interpreter import INTERPRETED
 
 from rewire.kernels.cpu import plain
 
@@ -20,6 +23,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large ones
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark ``each_once``, the cases are slow that are not needed to run each value once.
+
+    Its decorators `parametrize` make a product, of which the diagonal is quick: (a, 0), (b, 1), (c, 0) of abc x 01.
+    """
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        sizes = [len(mark.args[1]) for mark in cases[0].iter_markers("parametrize")]
+        if (
+            cases[0].get_closest_marker("each_once") and not INTERPRETED and len(cases) == math.prod(sizes)
+        ):  # else they were named
+            for place, case in zip(itertools.product(*map(range, sizes)), cases, strict=True):
+                if any(i != place[sizes.index(max(sizes))] % n for i, n in zip(place, sizes, strict=True)):
+                    case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
