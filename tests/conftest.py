@@ -16,7 +16,7 @@ import torch
 import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
 from interpreter import INTERPRETED
 
-from rewire.kernels.cpu import plain
+from rewire.kernels.cpu import native, plain
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
@@ -47,6 +47,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loops_compiled() -> None:
+    """What `native.loaded` finds is kept: a test that has switched kernels off must not be the first that asks."""
+    native.loaded()
 
 
 @pytest.fixture(autouse=True)

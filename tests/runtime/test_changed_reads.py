@@ -125,8 +125,9 @@ def test_what_is_written_to_in_place_is_refused_where_it_would_be_lost() -> None
     torch.testing.assert_close(rewired(vectors(), True), model(vectors(), True))
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("name", [pytest.param("hc-dynamic", marks=pytest.mark.slow), "grn-v1"])
+@pytest.mark.parametrize("name", ["hc-dynamic", "grn-v1"])
 def test_compiled_and_in_the_backend(name: str) -> None:
     model = Scaling()
     rewired = shaken(rewire.compile(model, name, example_inputs=(vectors(),)), 0.2, seed=3)

@@ -356,7 +356,8 @@ def test_hooks_of_torch_get_streams() -> None:
     assert seen == [Tensor, Stream]
 
 
-@pytest.mark.parametrize("key", ["ancre-ingoing", pytest.param("grn-v1", marks=pytest.mark.slow), "hc-static"])
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v1", "hc-static"])
 def test_hooks_compile_in_one_graph(key: str) -> None:
     model = Stack(PreNorm)
     rewired = compiled(model, key, validate=False)

@@ -101,7 +101,8 @@ def test_it_is_as_if_its_branches_were_zero(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in EVERY if key in QUICK or (key.endswith(("-groups", "-few")) and key not in NOT_PRESERVING)]
+    "key",
+    one_in(2, [k for k in EVERY if k in QUICK or (k.endswith(("-groups", "-few")) and k not in NOT_PRESERVING)]),
 )
 def test_at_its_start_it_is_the_plain_network(key: str) -> None:
     name, options = EVERY[key]
@@ -273,6 +274,7 @@ def test_a_model_that_is_cut() -> None:
     torch.testing.assert_close(rewired(vectors()), model(vectors()))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled() -> None:
     rewired = shaken(rewire.compile(Net(), "denseformer", example_inputs=(vectors(),)), 0.1, seed=3)
