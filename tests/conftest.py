@@ -1,6 +1,8 @@
 """Runs before every test module is imported."""
 
 import gc
+import itertools
+import math
 import os
 import shutil
 import sys
@@ -12,8 +14,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is importe
 import pytest
 import torch
 import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
+from interpreter import INTERPRETED
 
-from rewire.kernels.cpu import plain
+from rewire.kernels.cpu import native, plain
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
@@ -22,11 +25,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large ones
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark ``each_once``, the cases are slow that are not needed to run each value once.
+
+    Its decorators `parametrize` make a product, of which the diagonal is quick: (a, 0), (b, 1), (c, 0) of abc x 01.
+    """
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        sizes = [len(mark.args[1]) for mark in cases[0].iter_markers("parametrize")]
+        if (
+            cases[0].get_closest_marker("each_once") and not INTERPRETED and len(cases) == math.prod(sizes)
+        ):  # else they were named
+            for place, case in zip(itertools.product(*map(range, sizes)), cases, strict=True):
+                if any(i != place[sizes.index(max(sizes))] % n for i, n in zip(place, sizes, strict=True)):
+                    case.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Search for garbage seldom, and never among what was imported: that took a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loops_compiled() -> None:
+    """What `native.loaded` finds is kept: a test that has switched kernels off must not be the first that asks."""
+    native.loaded()
 
 
 @pytest.fixture(autouse=True)

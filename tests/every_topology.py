@@ -91,8 +91,6 @@ PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
 FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
-#: Of those alike one.
-QUICK = ("residual", "dca", *(key for key in FAMILIES if not key.startswith("mhc-") and key != "grn-v1"))
 #: Those without weights at the paper's start.
 CONSTANT = ("residual", "ancre-constant", "fixed-scale", "fixed-scale-deepnorm", "orthogonal")
 LEARNED = [key for key in EVERY if key not in CONSTANT]
@@ -100,6 +98,8 @@ LEARNED = [key for key in EVERY if key not in CONSTANT]
 
 #: Enough for a second model that is connected as the first one.
 FEW = ("ancre-ingoing", "dca", "grn-v2", "hc-dynamic", "muddformer")
+#: Of those alike one.
+QUICK = (*FEW, "residual", "layerscale", "mhc", "attnres")
 
 
 def kinds_first(cases: Iterable[Any], few: Collection[str] = ()) -> list[ParameterSet]:

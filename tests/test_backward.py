@@ -198,7 +198,7 @@ MORE = ["ancre-ingoing", "denseformer-groups", "muddformer", "hc-static", "mhc",
 
 @functools.cache
 def with_exits(key: str) -> nn.Module:
-    return mixed(WithExits(), key, example_inputs=(vectors(),))
+    return mixed(WithExits(), key)
 
 
 def gradients(step: Callable[[nn.Module, Tensor], None], key: str) -> dict[str, Tensor]:

@@ -15,18 +15,7 @@ def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
 
 
 def test_training_is_that_of_one_process_and_ranks_that_differ_are_noticed(tmp_path: Path) -> None:
-    trains = ("ddp", "fsdp", "fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty")
-    differ = ("extra_forwards", "other_values", "other_recipes")
-    run(
-        tmp_path,
-        *trains,
-        "fsdp_collectives",
-        "fsdp_loads_whole",
-        "sharded_before",
-        "no_own_group",
-        "fsdp_hooks",
-        *differ,
-    )
+    run(tmp_path, "ddp", "fsdp", "other_values", "other_recipes")
 
 
 @pytest.mark.slow
@@ -35,8 +24,10 @@ def test_compiled_models_of_ranks_that_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_topology(tmp_path: Path) -> None:
-    run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology")
+def test_every_topology_and_every_way_to_train(tmp_path: Path) -> None:
+    trains = ("fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty", "fsdp_hooks")
+    others = ("fsdp_collectives", "fsdp_loads_whole", "sharded_before", "no_own_group", "extra_forwards")
+    run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology", *trains, *others)
 
 
 @pytest.mark.slow

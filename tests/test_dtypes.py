@@ -14,6 +14,7 @@ import rewire
 from rewire.patterns.tiny import tiny_model
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "mamba", "mamba2", "falcon_mamba"])  # the last: float32 states
 def test_casts_leave_connection_weights_in_float32(model_type: str, cast: str) -> None:

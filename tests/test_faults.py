@@ -369,6 +369,7 @@ class MaskedStack(Stack):
 MASK = torch.tensor([False, True, False, True, True, False, False, False, True])[:, None]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("block", [MasksInput, MasksSum, MasksClone, MasksBranch])
@@ -1142,6 +1143,7 @@ def test_blocks_that_once_crashed_are_connected(block: Callable[[], nn.Module], 
     assert_same(model, rewired, vectors())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "grn-v2", "hc-static", "layerscale"])
 @pytest.mark.parametrize("block", [block for block, _ in BLOCKS])
 def test_blocks_that_once_crashed_are_right_or_refused(block: Callable[[], nn.Module], topology: str) -> None:

@@ -126,7 +126,7 @@ def test_recipes_of_timm_do_not_decay_connection_weights(topology: str, options:
     from timm.optim import create_optimizer_v2
 
     plain = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=32, num_heads=2, num_classes=3, img_size=32)
-    model: Any = rewire.compile(plain, topology, example_inputs=torch.randn(1, 3, 32, 32), validate=False)
+    model: Any = rewire.compile(plain, topology, validate=False)
     groups = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1, **options).param_groups
     own = set(learned(model))
     assert own and own <= no_decay(groups, model)

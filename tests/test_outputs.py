@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreter import interpret, starts_interpreter
 from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed
+from slow_cases import one_in
 from torch import Tensor
 
 import rewire
@@ -58,7 +59,7 @@ WITH_HIDDEN_STATES = [
 ]
 
 
-@pytest.mark.parametrize("model_type", WITH_HIDDEN_STATES)
+@pytest.mark.parametrize("model_type", one_in(3, WITH_HIDDEN_STATES))
 def test_hidden_states_are_tensors(model_type: str) -> None:
     from rewire.patterns import first_given, patterns_for
 

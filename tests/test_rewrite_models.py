@@ -7,7 +7,7 @@ import difflib
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -200,16 +200,23 @@ for norm_first in (True, False):
 for name, case in CASES.items():
     add(f"own-{name}", case.make, lambda case=case: (case.inputs(), {}), case.trunks)
 
-#: Here bitwise; to rounding, all of them are compared in the quick suite, too.
-own_first = pytest.mark.parametrize(
-    "name", [name if name.startswith("own-") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+#: Of libraries' models those that are written in ways of their own.
+KINDS = ["llama", "gpt2", "gpt_neox", "bert", "albert", "t5", "whisper", "swin", "convnext", "resnet", "falcon-serial"]
+KINDS += ["timm-vit", "timm-cait", "timm-efficientnet", "diffusers-dit", "torch-encoder-post", "torch-decoder-pre"]
+
+
+def quickly(names: Sequence[str] = ()) -> Any:
+    """All models, of which those of libraries are slow that are not named."""
+    quick = [name.startswith("own-") or name in names for name in MODELS]
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=() if q else pytest.mark.slow) for n, q in zip(MODELS, quick, strict=True)]
+    )
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@own_first
+@quickly()
 def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     model, args, kwargs = MODELS[name].build()
     report = rewire.inspect(model)
@@ -222,12 +229,12 @@ def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     assert operations(rewired, args, kwargs) == operations(model, args, kwargs)  # the same graph, beside the adds
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)), ids=list(MODELS))
-def test_the_preserving_start_is_the_original(number: int, name: str) -> None:
+@quickly(KINDS)
+def test_the_preserving_start_is_the_original(name: str) -> None:
     model, args, kwargs = MODELS[name].build()
     before = evaluate(model, args, kwargs)
     untouched = state_of(model)
-    rewired = rewire.compile(model, ("ancre-ingoing", "denseformer")[number % 2], validate=False)
+    rewired = rewire.compile(model, ("ancre-ingoing", "denseformer")[[*MODELS].index(name) % 2], validate=False)
     # Gradients that nearly cancel (of keys, say) amplify rounding: the slack that rewire's own validation has.
     assert_close(before, evaluate(rewired, args, kwargs), gradients=5e-5)
     assert_shares_everything(model, rewired)

@@ -494,7 +494,9 @@ def test_options_that_are_not_ours_are_inductors() -> None:
 # -- other graphs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "topology"), [("exported", "grn-v2"), ("symbolic", "dca")])
+@pytest.mark.parametrize(
+    ("kind", "topology"), [pytest.param("exported", "grn-v2", marks=pytest.mark.slow), ("symbolic", "dca")]
+)
 def test_programs_are_rewritten(kind: str, topology: str) -> None:
     model, flat = Stack(PreNorm), backend(topology, start="paper")
     exported = kind == "exported"

@@ -337,7 +337,7 @@ class TestFused:
         """Bit by bit, in bfloat16: what is rounded there is rounded here."""
         model, x, fused = made(name, torch.bfloat16)
         got = Run(model, x)
-        rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False, example_inputs=(x,))
+        rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False)
         (connection,) = rewire.connections(rewired).values()
         scramble(theirs := list(connection.parameters()))
         launched.clear()
@@ -394,7 +394,7 @@ class TestFused:
         model, x, _ = made("by hand")
         flat = backend(inner="aot_eager")
         compiled = torch.compile(model, backend=flat)
-        rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False, example_inputs=(x,))
+        rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False)
         for length in (5, 7, 9):
             x = vectors(length=length)
             torch.testing.assert_close(compiled(x), rewired(x), rtol=1e-5, atol=1e-5)

@@ -160,6 +160,7 @@ def test_llama_learns_and_resumes_exactly(text: Path, tmp_path: Path) -> None:
         run("stopped", resume=True)
 
 
+@pytest.mark.slow
 def test_small_forms_of_the_large_experiments(text: Path, tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 def rewired(key: str) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
     plain, x = nn.Sequential(*(PreNorm() for _ in range(3))), torch.randn(3, 5, 32, dtype=torch.float64)
-    model = mixed(plain.double().eval(), key, example_inputs=(x,))
+    model = mixed(plain.double().eval(), key)
     return model, {name: p.detach() for name, p in model.named_parameters()}, x
 
 

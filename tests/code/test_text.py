@@ -115,6 +115,7 @@ STATEMENTS = (
 )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("statement", STATEMENTS)
 @pytest.mark.parametrize("parameter", ["step", "Helper"])  # names in the file decide, even where a variable has them
 def test_text_of_any_length_is_that_of_its_code(

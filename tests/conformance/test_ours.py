@@ -107,9 +107,19 @@ def test_every_option_is_tried(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "options"), ALL, ids=str)
 def test_topologies(name: str, options: dict[str, Any]) -> None:
-    report = check(name, ours(name, **options), **options)
+    report = check(name, ours(name, **options), dtypes=[torch.float32], **options)
     assert report.agrees, str(report)
     assert report.errors[torch.float32] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] else ()) for case in ALL],
+    ids=str,
+)
+def test_in_bfloat16(name: str, options: dict[str, Any]) -> None:
+    report = check(name, ours(name, **options), dtypes=[torch.bfloat16], **options)
+    assert report.agrees, str(report)
 
 
 @pytest.mark.parametrize(("name", "options"), ALL, ids=str)

@@ -35,7 +35,7 @@ def batch(width: int = 8, seed: int = 5) -> tuple[Tensor, Tensor]:
 def shaken(topology: str, **options: Any) -> tuple[LinearNet, nn.Module]:
     """A plain net in float64, and the same rewired with weights that really mix."""
     net = LinearNet(4).double()
-    model = rewire.compile(net, topology, start="paper", validate=False, example_inputs=(batch()[0],), **options)
+    model = rewire.compile(net, topology, start="paper", validate=False, **options)
     with torch.no_grad():
         for name, parameter in rewire.connections(model)["blocks"].named_parameters():
             parameter.add_((0.3 if name != "w2" else 2.0) * torch.randn_like(parameter))
@@ -88,6 +88,7 @@ def oracle(topology: str, net: LinearNet, model: nn.Module) -> Oracle:
     return output
 
 
+@pytest.mark.each_once
 @torch.no_grad()
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer", "attnres"])
@@ -134,7 +135,7 @@ def without(model: nn.Module, paths: list[str], data: tuple[Tensor, Tensor]) -> 
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_units_of_every_topology_by_hooks(key: str) -> None:
     data = vectors(), torch.randn(2, 9, 5)
-    model = mixed(Stack(SeparatePreNorm), key, example_inputs=data[:1])
+    model = mixed(Stack(SeparatePreNorm), key)
     found = rewire.ablate(model, [data], loss=squares)
     assert found.in_turn == "" and found.loss == pytest.approx(float(squares(model, data)), rel=1e-5)
     assert len(found.units) == rewire.connections(model)["layers"].layout.dims.depth
@@ -167,7 +168,7 @@ def test_queries_keys_and_values_lose_an_edge_together() -> None:
     """DCA written out: ``r = sum_i (b_i + relu(w . f_i)) * f_i`` three times, of which the queries' is the residual."""
     data = torch.randn(2, 5, 32, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     net = nn.Sequential(SeparatePreNorm(), SeparatePreNorm()).double()
-    model = rewire.compile(net, "dca", example_inputs=data[:1], validate=False)
+    model = rewire.compile(net, "dca", validate=False)
     for parameter in rewire.connections(model)["Sequential"].parameters():
         parameter.add_(0.5 * torch.randn_like(parameter))
     topology, weights = (c := rewire.connections(model)["Sequential"]).layout.topology, c.effective()
@@ -200,7 +201,7 @@ def test_queries_keys_and_values_lose_an_edge_together() -> None:
 @torch.no_grad()
 def test_post_norm() -> None:
     data = vectors(), torch.randn(2, 9, 5)
-    model = mixed(Stack(PostNorm), "ancre-ingoing", example_inputs=data[:1], granularity="sublayer")
+    model = mixed(Stack(PostNorm), "ancre-ingoing", granularity="sublayer")
     found = rewire.ablate(model, [data], loss=squares)
     assert found.loss == pytest.approx(float(squares(model, data)), rel=1e-5)
     expected = [without(model, [unit.path], data) - found.loss for unit in found.units]
@@ -247,7 +248,7 @@ def test_bfloat16() -> None:
 
 
 def test_it_leaves_the_model_alone() -> None:
-    model = mixed(Stack(SeparatePreNorm), "muddformer", example_inputs=(vectors(),)).train()
+    model = mixed(Stack(SeparatePreNorm), "muddformer").train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     state, layout = torch.get_rng_state(), rewire.connections(model)["layers"].layout
     rewire.ablate(model, [(vectors(), torch.zeros(2, 9, 5))], loss=squares)

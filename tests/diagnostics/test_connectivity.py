@@ -24,7 +24,7 @@ from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 
 
 def separate(key: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return mixed(Stack(SeparatePreNorm).to(dtype), key, example_inputs=(vectors().to(dtype),))
+    return mixed(Stack(SeparatePreNorm).to(dtype), key)
 
 
 def shares(graph: DepthGraph, trunk: str, row: str, columns: Sequence[str]) -> list[float]:
@@ -74,7 +74,7 @@ def test_nodes_know_where_they_are() -> None:
 def linear_net(topology: str, **options: Any) -> tuple[LinearNet, nn.Module, Tensor]:
     """A plain net in float64, and the same rewired with weights that really mix."""
     net, x = LinearNet(4).double(), torch.randn(3, 7, 8, dtype=torch.float64)
-    model = rewire.compile(net, topology, start="paper", validate=False, example_inputs=(x,), **options)
+    model = rewire.compile(net, topology, start="paper", validate=False, **options)
     with torch.no_grad():
         for parameter in rewire.connections(model)["blocks"].parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -177,7 +177,7 @@ def test_a_formula_that_is_no_sum_is_refused() -> None:
         def mix(self, history: Any, weights: Any, t: int) -> Tensor:
             return sum(w * torch.sigmoid(x) * x for w, x in zip(weights[t], history.states, strict=True))
 
-    model = rewire.compile(LinearNet(), Squashed(), start="paper", example_inputs=(vectors(),), validate=False)
+    model = rewire.compile(LinearNet(), Squashed(), start="paper", validate=False)
     with pytest.raises(rewire.UnsupportedTopology, match="is no weighted sum of its sources"):
         rewire.graph(model, (vectors(),))
 

@@ -92,7 +92,7 @@ def eject_kind(name: str, folder: Path) -> Path:
     """A hand-written model, in float64."""
     torch.manual_seed(0)
     case, folder = models.CASES[name], folder / name.replace("-", "_")
-    rewired = mixed(case.make(), "ancre-ingoing", example_inputs=case.inputs()).double()
+    rewired = mixed(case.make(), "ancre-ingoing").double()
     eject(rewired, folder, *(x.double() if x.is_floating_point() else x for x in case.inputs()), make=name)
     return folder
 
@@ -158,7 +158,7 @@ def test_architectures_of_timm_and_diffusers(
     size = (4, 8, 8) if name == "DiT" else model.default_cfg["input_size"]
     inputs = (torch.randn(1, *size),)
     options = {"timestep": torch.tensor([1]), "class_labels": torch.tensor([1])} if name == "DiT" else {}
-    rewired = rewire.compile(model, topology, start="paper", validate=False, example_inputs=(inputs, options))
+    rewired = rewire.compile(model, topology, start="paper", validate=False)
     path = rewire.eject(rewired, tmp_path / f"{name}-{topology}")
     ejected = imported(path, monkeypatch).connected(make()).eval()
     load_model(ejected, path.parent / "model.safetensors")
@@ -205,7 +205,7 @@ def test_files_are_small_and_keep_licences(tmp_path: Path) -> None:
 
 def test_a_frozen_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = models.CASES["pre-norm"]
-    rewired = mixed(case.make(), "grn-v2", example_inputs=case.inputs())
+    rewired = mixed(case.make(), "grn-v2")
     frozen, _ = rewire.freeze(rewired, 0.01, example_inputs=case.inputs())
     ejected = imported(rewire.eject(frozen, tmp_path / "frozen_stack"), monkeypatch).connected(case.make())
     load_model(ejected, tmp_path / "frozen_stack" / "model.safetensors")
@@ -283,7 +283,7 @@ def written(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_methods_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = written(tmp_path, "net_with_bases", NET, monkeypatch), models.vectors()
-    rewired = mixed(net.Net(), "ancre-ingoing", example_inputs=(x,))
+    rewired = mixed(net.Net(), "ancre-ingoing")
     path = rewire.eject(rewired, tmp_path / "bases")
     ejected = imported(path, monkeypatch).Net()
     load_model(ejected, path.parent / "model.safetensors")
@@ -300,7 +300,7 @@ def test_forwards_in_place_of_fast_paths(norm_first: bool, tmp_path: Path, monke
         return nn.TransformerEncoder(layer, 3, enable_nested_tensor=not norm_first)
 
     x = models.vectors()
-    rewired = mixed(make(), "ancre-ingoing", example_inputs=(x,)).eval()
+    rewired = mixed(make(), "ancre-ingoing").eval()
     path = rewire.eject(rewired, tmp_path / f"encoder_{norm_first}")
     ejected = imported(path, monkeypatch).connected(make()).eval()
     load_model(ejected, path.parent / "model.safetensors")
@@ -387,12 +387,12 @@ def test_what_cannot_be_ejected_is_refused(tmp_path: Path) -> None:
         rewire.eject(rewired, tmp_path)
     with pytest.raises(rewire.RewireError, match="on the meta device"):
         rewire.eject(rewire.compile(models.NanoGPT().to("meta"), validate=False), tmp_path)
-    part = mixed(models.Stack(models.PreNorm), "ancre-ingoing", example_inputs=case.inputs())
+    part = mixed(models.Stack(models.PreNorm), "ancre-ingoing")
     part.layers = part.layers[:2]
     rewire.pipeline_stage(part)
     with pytest.raises(rewire.RewireError, match="one part of a pipeline: eject the whole model"):
         rewire.eject(part, tmp_path)
     odd = type("Stack(object): pass  #", (models.Stack,), {})(models.PreNorm)
     with pytest.raises(rewire.EditError, match="is no name that can be written in a file"):
-        rewire.eject(mixed(odd, "ancre-ingoing", example_inputs=case.inputs()), tmp_path)
+        rewire.eject(mixed(odd, "ancre-ingoing"), tmp_path)
     assert not list(tmp_path.iterdir())

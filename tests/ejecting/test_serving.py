@@ -92,6 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"served_{abs(hash(tmp_path))}"
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", SERVED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_served_states_are_those_of_the_rewired_model(topology: str, dtype: torch.dtype, folder: Path) -> None:

@@ -142,6 +142,7 @@ def test_eject_cut_off_over_an_older_model(ended: Any, folder: Path, tmp_path: P
     assert contents(folder) == after  # nothing is left of those that were cut off
 
 
+@pytest.mark.slow
 def test_processes_that_eject_into_one_folder(folder: Path) -> None:
     ejected = [stack("ancre-ingoing"), stack("ancre-outgoing", seed=1)]
 

@@ -16,13 +16,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("nets")
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(net=nets())
 def test_a_random_net_is_right_or_refused(net: Net, folder: Path) -> None:
     check(net, folder)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(net=nets())
 def test_a_random_net_that_is_not_validated_is_right_or_refused(net: Net, folder: Path) -> None:
     check(net, folder, validate=False)

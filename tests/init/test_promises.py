@@ -38,6 +38,7 @@ def test_blocks_are_identities(init: str) -> None:
         assert (y - x).abs().max() <= (5e-5 if init == "idinit" else 0) and x.abs().max() > 0.1
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("init", SILENT)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "mixtral", "bert", "vit"])
 def test_branches_of_real_models_are_silent(model_type: str, init: str) -> None:
@@ -96,6 +97,7 @@ def test_training_moves_every_weight(init: str) -> None:
     assert still == [] and all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("init", ["idinit", "mzas", "fixup"])
 @pytest.mark.parametrize(
     "key",

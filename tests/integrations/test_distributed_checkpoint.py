@@ -15,6 +15,8 @@ from torch import Tensor
 
 import rewire
 
+pytestmark = pytest.mark.slow
+
 WORKER = two_processes.TESTS / "checkpoint_worker.py"
 
 
@@ -40,7 +42,6 @@ def test_one_process_resumes_what_two_saved(saved: Path) -> None:
     same(model.state_dict(), torch.load(saved / "saver.pt"))
 
 
-@pytest.mark.slow
 def test_four_processes_resume_what_two_saved(saved: Path) -> None:
     two_processes.play(WORKER, saved, "resume", ranks=4)
     same(torch.load(saved / "resumed.pt"), torch.load(saved / "saver.pt"))

@@ -124,6 +124,7 @@ def trained(tuned: nn.Module) -> Tensor:
     return logits(tuned.eval())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("saved", ["depth_connections", "depth_connections.layers"])
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
 def test_connections_are_modules_to_save(topology: str, saved: str, tmp_path: Path) -> None:

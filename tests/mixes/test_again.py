@@ -64,7 +64,7 @@ def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(name: str = "hc-dynamic") -> Any:
     torch.manual_seed(0)
-    model = rewire.compile(Net(), name, example_inputs=(torch.randn(2, TOKENS, WIDTH),), start="paper", validate=False)
+    model = rewire.compile(Net(), name, start="paper", validate=False)
     for parameter in rewire.connections(model)["blocks"].parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape)
     return model
@@ -87,6 +87,7 @@ def nothing_again() -> Any:
     return mock.patch.object(again, "saved_tensor_hooks", return_value=(None, None))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("penalty", [False, True])
 @pytest.mark.parametrize(
     "name",
@@ -106,6 +107,7 @@ def test_gradients_are_the_same(name: str, penalty: bool) -> None:
     assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["hc-dynamic", "attnres", "muddformer:norms=True", "gpas", "ddl", "orthogonal"])
 def test_inputs_without_gradients(name: str, dtype: torch.dtype) -> None:

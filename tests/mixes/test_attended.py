@@ -66,6 +66,7 @@ def left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 3, 10])
 @pytest.mark.parametrize("options", [{}, {"in_place": True}, {"ignored": 2}, {"ignored": 4, "in_place": True}], ids=str)

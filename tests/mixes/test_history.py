@@ -93,6 +93,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize("mixes", range(1, 10))
@@ -117,6 +118,7 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
 # -- values and gradients ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("first", [1, 2])

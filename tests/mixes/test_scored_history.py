@@ -70,6 +70,7 @@ def gradients(
 WAYS = [[1, 1, 1], [1, 3, 1, 3], [1] * 12]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("ignored", [None, 1])
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 5, 12])

@@ -57,6 +57,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_message_asks_for_inputs_that_were_given(name: str, validate: bool) -> None:

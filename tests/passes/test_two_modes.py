@@ -136,6 +136,7 @@ class ScaledForModule(Scaled):
         return x
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("topology", ["hc-dynamic", "mhc", "attnres"])
 @pytest.mark.parametrize("block", [ScaledForHelper, ScaledForMethod, ScaledForModule])

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error")
@@ -101,6 +102,7 @@ def test_heatmap_values(figures: list[Figure], tmp_path: Path) -> None:
     assert list(first.images[0].get_extent()) == [-0.5, 2.5, 3.5, 0.5]  # source 0 left, destination 1 on top
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("depth", [1, 2, 9, 33, 128])
 @pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
 def test_ticks_are_whole_and_do_not_overlap(plot: object, depth: int, figures: list[Figure], tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Tags(HTMLParser):
 
 def stack() -> tuple[nn.Module, tuple[Any, ...]]:
     case = models.CASES["pre-norm"]
-    return mixed(case.make(), "ancre-ingoing", example_inputs=case.inputs()), case.inputs()
+    return mixed(case.make(), "ancre-ingoing"), case.inputs()
 
 
 def test_it_shows_streams_changes_weights_and_costs() -> None:
@@ -214,7 +214,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    model = mixed(NamedByAStranger(), "denseformer", example_inputs=(models.vectors(),), granularity="sublayer")
+    model = mixed(NamedByAStranger(), "denseformer", granularity="sublayer")
     rewire.report(model, path, (models.vectors(),))
     return path
 

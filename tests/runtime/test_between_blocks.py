@@ -200,12 +200,13 @@ class OnTheOtherWay(Looking):
 
 @pytest.mark.parametrize("key", ["ancre-ingoing", "hc-dynamic"])
 def test_other_ways_to_call_blocks(key: str) -> None:
-    rewired = mixed(OnTheOtherWay(), key, example_inputs=(vectors(),))
+    rewired = mixed(OnTheOtherWay(), key)
     expected = evaluate(rewired, (vectors(),), {}, True)
     rewired.on = True  # type: ignore[assignment]
     assert_close(expected, evaluate(rewired, (vectors(),), {}, True))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v1", "hc-static"])
 @pytest.mark.parametrize(
     "write",
@@ -222,7 +223,7 @@ def test_other_ways_to_call_blocks(key: str) -> None:
 )
 def test_writes_to_a_stream_are_not_lost(write: Callable[[Stream], Any], key: str) -> None:
     """Whoever still has one, in a module that was put around a block, say."""
-    rewired = mixed(Stack(PreNorm), key, example_inputs=(vectors(),))
+    rewired = mixed(Stack(PreNorm), key)
 
     def hook(_m: Any, _args: Any, stream: Stream) -> None:
         write(stream)

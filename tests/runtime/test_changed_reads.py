@@ -91,7 +91,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("key", kinds_first(sorted(PRE_NORM_ONLY - WITH_ATTENTION)))
 def test_with_weights_that_mix_it_is_the_same_written_as_branches(key: str) -> None:
     name, options = EVERY[key]
-    given = {"granularity": "sublayer", "start": "paper", "example_inputs": (vectors(),), "validate": False, **options}
+    given = {"granularity": "sublayer", "start": "paper", "validate": False, **options}
     rewired = shaken(rewire.compile(Scaling(), name, **given), 0.2, seed=3)
     twin = rewire.compile(Written(), name, **given)
     assert len(rewire.connections(twin)) == 1
@@ -117,7 +117,7 @@ class InPlace(Scaling):
 def test_what_is_written_to_in_place_is_refused_where_it_would_be_lost() -> None:
     with pytest.raises(rewire.OutOfOrder, match="was written to in place"):
         rewire.compile(InPlace(), "hc-static", example_inputs=(vectors(),))
-    rewired = rewire.compile(InPlace(), "hc-static", example_inputs=(vectors(),), validate=False)
+    rewired = rewire.compile(InPlace(), "hc-static", validate=False)
     with pytest.raises(rewire.OutOfOrder, match="was written to in place"):
         rewired(vectors())
     model = InPlace()
@@ -125,8 +125,9 @@ def test_what_is_written_to_in_place_is_refused_where_it_would_be_lost() -> None
     torch.testing.assert_close(rewired(vectors(), True), model(vectors(), True))
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("name", [pytest.param("hc-dynamic", marks=pytest.mark.slow), "grn-v1"])
+@pytest.mark.parametrize("name", ["hc-dynamic", "grn-v1"])
 def test_compiled_and_in_the_backend(name: str) -> None:
     model = Scaling()
     rewired = shaken(rewire.compile(model, name, example_inputs=(vectors(),)), 0.2, seed=3)
@@ -199,6 +200,7 @@ COPIES = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("topology", ["dca", "muddformer"])
@@ -208,6 +210,6 @@ def test_copies_of_what_queries_keys_and_values_read_apart(topology: str, copy: 
     for function in (None, COPIES[copy]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), *(Apart(function, scaled) for _ in range(3)))
-        rewired = rewire.compile(model, topology, example_inputs=(x,), validate=False)
+        rewired = rewire.compile(model, topology, validate=False)
         outputs.append(shaken(rewired, 0.3, 1)(x))
     torch.testing.assert_close(outputs[1], outputs[0])

@@ -113,7 +113,7 @@ def compare(model: nn.Module, rewired: nn.Module, train: bool = False, *args: An
 
 
 def check_hook(model: nn.Module, hook: str, key: str) -> None:
-    rewired = compiled(model, key, example_inputs=(vectors(),), validate=False)
+    rewired = compiled(model, key, validate=False)
     for other in (model, rewired):
         register(other, hook)
     for train in (False, True):
@@ -146,7 +146,7 @@ def test_what_hooks_on_checkpointed_blocks_do(hook: str, key: str) -> None:
 WITHOUT_COPIES = [key for key in PRESERVING if not key.endswith("-norms")]
 
 
-@pytest.mark.parametrize("key", WITHOUT_COPIES)
+@pytest.mark.parametrize("key", kinds_first(WITHOUT_COPIES))
 def test_every_topology_takes_changes(key: str) -> None:
     model = llama()
     rewired = compiled(model, key, validate=False)
@@ -172,11 +172,12 @@ def after_with_keywords(_m: Any, args: Any, kwargs: Any, out: Any) -> Any:
     return out[0] + changed(args[0]) + kwargs["mask"].mean(), out[1]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v1", "hc-static", "muddformer"])
 @pytest.mark.parametrize("hook", [in_a_tuple, in_a_tuple_in_place, with_keywords, after_with_keywords])
 def test_tuples_and_keywords(hook: Callable[..., Any], key: str) -> None:
     model, args = MaskedStack(WithMask), (vectors(), torch.rand(2, 9, 1))
-    rewired = compiled(model, key, example_inputs=args, validate=False)
+    rewired = compiled(model, key, validate=False)
     for layer in (*model.layers, *rewired.layers):
         if hook is with_keywords:
             layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -185,6 +186,7 @@ def test_tuples_and_keywords(hook: Callable[..., Any], key: str) -> None:
     compare(model, rewired, True, *args)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", ["residual", "denseformer", "hc-dynamic", "dca"])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -251,7 +253,7 @@ def test_blocks_of_models(model_type: str, key: str) -> None:
 @pytest.mark.parametrize("hook", [by_isinstance, before_it])
 def test_containers_that_pass_streams_on(hook: Callable[..., Any], key: str) -> None:
     model = Groups()
-    rewired = compiled(model, key, example_inputs=(vectors(),), validate=False)
+    rewired = compiled(model, key, validate=False)
     for other in (model, rewired):
         if hook is before_it:
             other.layers[1].register_forward_pre_hook(hook)
@@ -277,7 +279,7 @@ def test_they_stay_with_copies_and_go_back_with_restore() -> None:
 def test_gradients_reach_what_hooks_see() -> None:
     """Attribution patching: as in the original, the hidden state is on the way to the output."""
     model = Stack(PreNorm)
-    rewired = compiled(model, "grn-v2", example_inputs=(vectors(),), validate=False)
+    rewired = compiled(model, "grn-v2", validate=False)
     grads = []
     for other in (model, rewired):
         seen: list[Tensor] = []
@@ -296,7 +298,7 @@ def test_gradients_reach_what_hooks_see() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(made: Callable[[Tensor], Any], what: str) -> None:
-    rewired = compiled(Stack(PreNorm), "ancre-ingoing", example_inputs=(vectors(),), validate=False)
+    rewired = compiled(Stack(PreNorm), "ancre-ingoing", validate=False)
 
     def steering(_m: Any, _args: Any, out: Tensor) -> Any:
         return made(out)
@@ -310,7 +312,7 @@ def test_what_does_not_fit_is_refused(made: Callable[[Tensor], Any], what: str) 
 
 def with_states(key: str) -> tuple[Stack, nn.Module]:
     model = Stack(PreNorm, depth=3)
-    return model, mixed(model, key, example_inputs=(vectors(),))
+    return model, mixed(model, key)
 
 
 def test_a_state_is_replaced() -> None:
@@ -341,7 +343,7 @@ def test_a_mix_is_replaced_for_who_reads_it_and_the_difference_written() -> None
 
 def test_hooks_of_torch_get_streams() -> None:
     """FSDP2 and checkpointing take them apart."""
-    rewired = compiled(Stack(PreNorm), "ancre-ingoing", example_inputs=(vectors(),), validate=False)
+    rewired = compiled(Stack(PreNorm), "ancre-ingoing", validate=False)
     seen: list[Any] = []
 
     def hook(_m: Any, _args: Any, out: Any) -> None:
@@ -354,10 +356,11 @@ def test_hooks_of_torch_get_streams() -> None:
     assert seen == [Tensor, Stream]
 
 
-@pytest.mark.parametrize("key", ["ancre-ingoing", pytest.param("grn-v1", marks=pytest.mark.slow), "hc-static"])
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v1", "hc-static"])
 def test_hooks_compile_in_one_graph(key: str) -> None:
     model = Stack(PreNorm)
-    rewired = compiled(model, key, example_inputs=(vectors(),), validate=False)
+    rewired = compiled(model, key, validate=False)
     for other in (model, rewired):
         other.layers[0].register_forward_hook(by_isinstance)
         other.layers[2].register_forward_pre_hook(before_it)

@@ -32,6 +32,7 @@ class Picture(nn.Module):
         return x + self.conv(self.drop(h))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "grn-v2", "muddformer", "hc-static", "hc-dynamic", "mhc"])
 @pytest.mark.parametrize("last", [False, True])
 def test_blocks_get_pictures_in_the_memory_format_that_the_model_has(

@@ -10,6 +10,7 @@ import torch
 from every_topology import EVERY, FEW, QUICK
 from mixing import learned, shaken
 from models import SeparateAttention
+from slow_cases import one_in
 from torch import Tensor, nn
 
 import rewire
@@ -96,11 +97,14 @@ class Scattered(Block):
 
 @pytest.mark.parametrize(
     ("key", "block"),
-    [
-        *((key, Scattered) for key in ("ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2")),
-        *((key, OnAPart) for key in ("ancre-ingoing", "denseformer-2x2", "hc-static", "hc-dynamic", "frac-hc")),
-        *((key, OnAPart) for key in ("muddformer", "dca", "attnres-qkv")),
-    ],
+    one_in(
+        3,
+        [
+            *((key, Scattered) for key in ("ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2")),
+            *((key, OnAPart) for key in ("ancre-ingoing", "denseformer-2x2", "hc-static", "hc-dynamic", "frac-hc")),
+            *((key, OnAPart) for key in ("muddformer", "dca", "attnres-qkv")),
+        ],
+    ),
 )
 def test_a_part_of_the_batch(key: str, block: type[nn.Module]) -> None:
     name, options = EVERY[key]

@@ -10,6 +10,7 @@ import torch
 from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY, QUICK, kinds_first
 from mixing import shaken
 from models import SeparateAttention
+from slow_cases import one_in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from written_nets import written_input, written_net
@@ -91,7 +92,7 @@ NONE_RUNS = ((), 0)
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_it_is_as_if_its_branches_were_zero(key: str) -> None:
     name, options = EVERY[key]
-    rewired = rewire.compile(Net(), name, start="paper", validate=False, example_inputs=(vectors(),), **options)
+    rewired = rewire.compile(Net(), name, start="paper", validate=False, **options)
     rewired = shaken(rewired, 0.1, seed=3)
     for way, (blocks, args) in WAYS.items():
         found, wanted = results(rewired, vectors(), *args), results(silenced(rewired, blocks), vectors())
@@ -100,12 +101,13 @@ def test_it_is_as_if_its_branches_were_zero(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in EVERY if key in QUICK or (key.endswith(("-groups", "-few")) and key not in NOT_PRESERVING)]
+    "key",
+    one_in(2, [k for k in EVERY if k in QUICK or (k.endswith(("-groups", "-few")) and k not in NOT_PRESERVING)]),
 )
 def test_at_its_start_it_is_the_plain_network(key: str) -> None:
     name, options = EVERY[key]
     model = Net()
-    rewired = rewire.compile(model, name, example_inputs=(vectors(),), validate=False, **options)
+    rewired = rewire.compile(model, name, validate=False, **options)
     for _, args in WAYS.values():
         torch.testing.assert_close(rewired(vectors(), *args), model(vectors(), *args), rtol=1e-4, atol=1e-5)
 
@@ -114,7 +116,7 @@ def test_at_its_start_it_is_the_plain_network(key: str) -> None:
 def test_where_none_runs_it_is_the_plain_network(key: str) -> None:
     name, options = EVERY[key]
     model = Net()
-    rewired = rewire.compile(model, name, start="paper", validate=False, example_inputs=(vectors(),), **options)
+    rewired = rewire.compile(model, name, start="paper", validate=False, **options)
     assert torch.equal(shaken(rewired, 0.1, seed=3)(vectors(), *NONE_RUNS), model(vectors(), *NONE_RUNS))
 
 
@@ -170,10 +172,7 @@ class Written(Net):
 def test_functions_that_begin_a_trunk_are_called_beside_it(topology: str, made: type[Net], twin: type[Net]) -> None:
     model, other = made(), twin()
     other.load_state_dict(model.state_dict())
-    found, wanted = (
-        shaken(rewire.compile(net, topology, example_inputs=(vectors(),), validate=False), 0.1, seed=3)
-        for net in (model, other)
-    )
+    found, wanted = (shaken(rewire.compile(net, topology, validate=False), 0.1, seed=3) for net in (model, other))
     for ours, theirs in zip(results(found, vectors()), results(wanted, vectors()), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -246,7 +245,7 @@ DROPPED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "net", "block"), DROPPED)
+@pytest.mark.parametrize(("key", "net", "block"), one_in(3, DROPPED))
 def test_stochastic_depth(key: str, net: type[Net], block: type[nn.Module]) -> None:
     name, options = EVERY[key]
     model = type(net.__name__, (net,), {"block": block})()
@@ -275,6 +274,7 @@ def test_a_model_that_is_cut() -> None:
     torch.testing.assert_close(rewired(vectors()), model(vectors()))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled() -> None:
     rewired = shaken(rewire.compile(Net(), "denseformer", example_inputs=(vectors(),)), 0.1, seed=3)
@@ -386,8 +386,7 @@ class ReturnsInALoop(Net):
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic", "dca"])
 def test_a_return_in_a_loop(topology: str) -> None:
     returning, stopping = (
-        shaken(rewire.compile(net(), topology, example_inputs=(vectors(),), validate=False), 0.1, seed=3)
-        for net in (ReturnsInALoop, Net)
+        shaken(rewire.compile(net(), topology, validate=False), 0.1, seed=3) for net in (ReturnsInALoop, Net)
     )
     for args, stop in (((), DEPTH), ((1,), 1), ((DEPTH, 1), 2)):
         found, wanted = results(returning, vectors(), *args), results(stopping, vectors(), (), stop)

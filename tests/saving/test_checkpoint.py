@@ -52,6 +52,7 @@ def with_recipe(tmp_path: Path, **changes: Any) -> Path:
     return tmp_path / "changed.pt"
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(
     ("topology", "options"),

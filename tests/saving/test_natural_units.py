@@ -27,7 +27,7 @@ def stack() -> nn.Module:
 
 
 def compiled(topology: str) -> nn.Module:
-    return rewire.compile(stack(), topology, example_inputs=(vectors(),), validate=False)
+    return rewire.compile(stack(), topology, validate=False)
 
 
 @pytest.fixture

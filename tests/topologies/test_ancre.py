@@ -40,6 +40,7 @@ def free_logits(kind: str, depth: int) -> Tensor:
     return torch.tensor([kind == "none" or pair != alone for pair in pairs])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("cascade", ["replace", "keep"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -112,6 +113,7 @@ def preserving(kind: str, **options: Any) -> ANCRe:
     return ANCRe(kind, **options).for_start("preserve")  # type: ignore[arg-type]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("cascade", ["replace", "keep"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.001, 0.01, 0.1, 1.0])
@@ -136,6 +138,7 @@ class Relu(nn.Module):
         return 3 * torch.relu(self.up(x))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("cascade", ["replace", "keep"])
 @pytest.mark.parametrize("kind", KINDS)

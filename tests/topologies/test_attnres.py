@@ -44,6 +44,7 @@ def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: AttendedTable
     return materialize(topology.read((sources[-1], history), weights, t)[0])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", VARIANTS)
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_formulas(topology: AttnRes, depth: int) -> None:
@@ -123,6 +124,7 @@ def test_sources_of_the_block_variant(form: Any) -> None:
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [None, 1, 2, 5])
 @pytest.mark.parametrize("options", [{}, {"additive": True}, {"form": "difference"}, {"heads": 2}])

@@ -57,6 +57,7 @@ def drawn(topology: Any, dims: Dims) -> dict[str, Tensor]:
     return {key: (p.double() + 0.3 * torch.randn(p.shape).double()).requires_grad_() for key, p in found.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [2, 3, 6, 9])
 @each_topology
 def test_formulas(name: str, options: dict[str, Any], size: int, double: None) -> None:
@@ -99,6 +100,7 @@ def test_groups_longer_than_the_trunk_are_one_group(name: str, options: dict[str
     assert all(map(torch.equal, depth, longer))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [2, 3, 8])
 @each_topology
 def test_what_is_held_is_few(name: str, options: dict[str, Any], size: int) -> None:
@@ -120,6 +122,7 @@ def test_what_is_held_is_few(name: str, options: dict[str, Any], size: int) -> N
         assert states == 1 + (math.ceil((t - 1) / size) if as_it_is else (t - 1) // size)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [2, 3, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", sorted({name for name, _ in DENSE} - {"ancre-constant", "dca"}))
@@ -164,6 +167,7 @@ def test_numbers_of_sources(block: int | None) -> None:
     assert [row.shape[1] for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", sorted({name for name, _ in DENSE}))
 @pytest.mark.parametrize("block", [0, -1, 2.0, True])
 def test_sizes_that_are_none(name: str, block: Any) -> None:

@@ -27,6 +27,7 @@ def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Mod
     return toy_nets.run(topology, weights, x, blocks, check=check)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("depth", [5, 6, 11])
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)
 def test_formulas(depth: int, dilation: int, period: int) -> None:
@@ -46,6 +47,7 @@ def test_formulas(depth: int, dilation: int, period: int) -> None:
         assert table[t - 1].tolist() == pytest.approx(row.tolist())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)

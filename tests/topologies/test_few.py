@@ -222,14 +222,9 @@ def expected_wires(name: str, states: Wires, increments: Wires, asked: dict[str,
     return wires
 
 
-CASES = [
-    pytest.param(name, options, asked, states, increments, id=f"{name}-{options}-{asked}")
-    for name, options in [*STATIC, *PER_TOKEN]
-    for asked, states, increments in WIRINGS
-]
-
-
-@pytest.mark.parametrize(("name", "options", "asked", "states", "increments"), CASES)
+@pytest.mark.each_once
+@pytest.mark.parametrize(("asked", "states", "increments"), WIRINGS, ids=[str(asked) for asked, *_ in WIRINGS])
+@pytest.mark.parametrize(("name", "options"), [*STATIC, *PER_TOKEN], ids=str)
 def test_few_connections_are_the_formulas(
     double: None, name: str, options: dict[str, Any], asked: dict[str, Any], states: Wires, increments: Wires
 ) -> None:

@@ -68,6 +68,7 @@ def run(topology: Topology, weights: Any, dims: Dims, x: Tensor, post_norm: bool
     return topology.finish(states, weights, dims)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("depth", [2, 5])
 @pytest.mark.parametrize("key", STATIC)

@@ -62,6 +62,7 @@ def randomised(topology: Topology, dims: Dims) -> dict[str, nn.Parameter]:
     return parameters
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("last", [None, 1, 2, 9])
 @pytest.mark.parametrize(("depth", "leading"), [(1, (3,)), (2, (2, 3)), (5, (2, 1, 3))])
 @pytest.mark.parametrize("name", NAMES)
@@ -102,6 +103,7 @@ def test_sizes(name: str, last: int | None, b: tuple[int, ...], w: tuple[int, ..
     assert not isinstance(topology, Recurrence)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("last", [None, 1, 2])
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -118,6 +120,7 @@ def test_starts_as_the_plain_network(name: str, dtype: torch.dtype, start: str, 
         torch.testing.assert_close(out, want, rtol=4 * eps, atol=4 * eps)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("last", [None, 1])

@@ -29,6 +29,7 @@ def learned(topology: Streams, depth: int, start: str = "preserve", noise: float
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", [(2, 3, WIDTH), (WIDTH,)])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("topology", VARIANTS, ids=str)
@@ -99,6 +100,7 @@ def test_start_values() -> None:
     assert FracConnections(2, dynamic=False).parameters(Dims(4, WIDTH), "preserve").keys() == {"static"}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("topology", VARIANTS, ids=str)
 def test_starts_as_the_plain_network_bitwise(topology: Streams, dtype: torch.dtype) -> None:
@@ -119,6 +121,7 @@ def test_the_sum_is_n_times_the_mean() -> None:
     torch.testing.assert_close(out, plain(x, blocks))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("topology", VARIANTS, ids=str)

@@ -46,6 +46,7 @@ def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", VARIANTS)
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_formulas(topology: Topology, depth: int) -> None:
@@ -61,6 +62,7 @@ def test_formulas(topology: Topology, depth: int) -> None:
     torch.testing.assert_close(*grads, **close)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("topology", PRESERVING)
@@ -77,6 +79,7 @@ def test_starts_as_the_plain_network_bitwise(topology: Topology, dtype: torch.dt
         assert torch.equal(materialize(topology.merge((x,), weights, 1, f, g)), x + f + g)  # branches in parallel
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("topology", PRESERVING)

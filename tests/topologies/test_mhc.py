@@ -55,6 +55,7 @@ def learned(topology: MHC, depth: int, start: str = "preserve", noise: float = 0
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("shape", [(2, 3, WIDTH), (5, WIDTH)])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("topology", VARIANTS, ids=str)
@@ -70,6 +71,7 @@ def test_formulas_and_gradients(topology: MHC, depth: int, shape: tuple[int, ...
         torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-5, atol=1e-5 * float(want_grad.abs().max()))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("size", [1.0, 50.0, 1000.0])
 @pytest.mark.parametrize("iterations", [1, 3, 20])
@@ -272,6 +274,7 @@ def test_preserving_the_sum_takes_the_mean() -> None:
         MHC(3, magnitude=1.0).parameters(Dims(2, WIDTH), "preserve")
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -67,6 +67,7 @@ def test_any_leading_shape() -> None:
     torch.testing.assert_close(run(weights, x[1, 2, 3], blocks, dims), run(weights, x, blocks, dims)[1, 2, 3])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dims", TRUNKS)
@@ -82,6 +83,7 @@ def test_starts_as_the_plain_network_bitwise(dims: Dims, dtype: torch.dtype, sta
     assert torch.equal(MUDD.merge(opened(MUDD, x, weights), weights, 1, f, g), x + f + g)  # branches in parallel
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("dims", TRUNKS)
@@ -146,6 +148,7 @@ def test_weights_are_float32_under_autocast() -> None:
 NORMED = MUDDFormer(norms=True)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [None, 2])
 @pytest.mark.parametrize("dims", TRUNKS)

@@ -41,6 +41,7 @@ def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", SCHEMES)
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_formulas(key: str, depth: int) -> None:
@@ -56,6 +57,7 @@ def test_formulas(key: str, depth: int) -> None:
     torch.testing.assert_close(*grads, **close)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("key", SCHEMES)
 def test_preserving_start_is_bitwise(key: str, dtype: torch.dtype) -> None:
@@ -69,6 +71,7 @@ def test_preserving_start_is_bitwise(key: str, dtype: torch.dtype) -> None:
     assert torch.equal(topology.matrix(weights, Dims(5, WIDTH)), torch.eye(5))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("key", SCHEMES)

@@ -48,6 +48,7 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=max(slack, 0.51 * torch.finfo(dtype).eps), atol=slack)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channel", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -64,6 +65,7 @@ def test_one_sum(shape: tuple[int, ...], channel: bool, dtype: torch.dtype, monk
         assert all(map(torch.equal, (*terms, *added), before))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channel", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -88,6 +90,7 @@ def test_sums_and_products(
         assert dots.dtype == precision and dots.shape == weights.shape
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", ["", "scalar", "channel"])
 @pytest.mark.parametrize("shape", SHAPES[1:])

@@ -14,6 +14,7 @@ from rewire.topologies.manifolds import _gradient, sinkhorn_steps
 class TestOnACPU:
     __test__ = not INTERPRETED
 
+    @pytest.mark.each_once
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("n", [1, 2, 4, 7])
     @pytest.mark.parametrize("iterations", [1, 2, 20])

@@ -15,14 +15,15 @@ import rewire
 from rewire.code.edited import is_edited
 from rewire.patterns.tiny import timm_model, tiny_model
 
-TRANSFORMERS = [
-    *("llama", "qwen3", "gemma2", "cohere", "olmo2", "phi", "gptj", "mixtral", "bert", "distilbert", "albert", "t5"),
-    *("bart", "opt", "whisper", "vit", "dinov2", "swin", "clip", "wav2vec2"),
-    *("gpt2", "gpt_neox", "gpt_bigcode", "phi3", "falcon", "bloom", "mpt"),
+#: Three projections, those of an encoder and a decoder, and one for all three in its layouts.
+TRANSFORMERS = ["llama", "bert", "t5", "whisper", "swin", "gpt2", "gpt_neox", "gpt_bigcode", "phi3", "falcon", "mpt"]
+ALIKE = [
+    *("qwen3", "gemma2", "cohere", "olmo2", "phi", "gptj", "mixtral", "distilbert", "albert"),
+    *("bart", "opt", "vit", "dinov2", "clip", "wav2vec2", "bloom"),
 ]
 
 
-@pytest.mark.parametrize("model_type", TRANSFORMERS)
+@pytest.mark.parametrize("model_type", [*TRANSFORMERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE)])
 def test_transformers(model_type: str) -> None:
     check_reads(Reader(tiny_model(model_type)))
 

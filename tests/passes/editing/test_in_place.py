@@ -16,6 +16,7 @@ import rewire
 ADDED = "x = x.clone()\n{}\nx += self.f(x.clone())\n"
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("block", "holder"),
     [

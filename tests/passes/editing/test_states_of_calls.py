@@ -106,6 +106,7 @@ def moved(model: nn.Module, topology: str, given: Tensor = X) -> Any:
         return shaken(rewire.compile(model, topology, example_inputs=(given,)), 0.3, seed=5)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer", "muddformer"])
 @pytest.mark.parametrize(
     ("cls", "through", "added"),
@@ -130,6 +131,7 @@ def test_views_in_a_call_are_of_the_state_alone_that_it_makes(
         assert_close(evaluate(plain, (X,), {}, training), evaluate(rewired, (X,), {}, training))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
 @pytest.mark.parametrize(("cls", "through"), [(Axial, on_rows), (Axial, in_a_batch), (AxialFlattened, None)])
 def test_views_of_a_norm_that_are_turned_back_before_the_state_is_turned(cls: Any, through: Any, topology: str) -> None:

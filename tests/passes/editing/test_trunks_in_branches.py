@@ -107,6 +107,7 @@ def by_hand(model: nn.Module, x: Tensor, topology: str) -> Tensor:
     return net.out(wired("layers", net.inp(x), outer))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize(
     ("cls", "before"),

@@ -116,6 +116,7 @@ class DrawsInACall(Net):
         return x
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer", "muddformer"])
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ class Masked(nn.Module):
         return x
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["residual", "denseformer", "ancre-none"])
 @pytest.mark.parametrize("training", [False, True])
 def test_operations_that_run_in_some_calls(topology: str, training: bool) -> None:

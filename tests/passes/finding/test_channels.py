@@ -88,6 +88,7 @@ def trunk(net: nn.Module, x: Tensor) -> Any:
     return found
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [5, C])  # as many positions as channels: their number does not tell
 @pytest.mark.parametrize(
     "norm",
@@ -102,6 +103,7 @@ def test_sequences_with_channels_in_front(norm: Any, size: int) -> None:
     assert (found.width, found.channel_dim) == (C, -2)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [5, C])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, ChannelNorm, SamNorm, nn.Identity])
 def test_pictures(norm: Any, size: int) -> None:

@@ -73,7 +73,10 @@ SAME: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ("swin", "t5") else ()) for n in SAME])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("parallel branches", "bert", "swin", "t5") else ()) for n in SAME],
+)
 def test_the_trunks_are_those_of_blocks_one_by_one(name: str) -> None:
     make, args, kwargs = SAME[name]
     model = make().eval()

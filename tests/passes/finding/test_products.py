@@ -185,16 +185,26 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     check_reads(Reader(stack(attention), (torch.randn(2, 5, WIDTH),)))
 
 
-@pytest.mark.parametrize(
-    ("attention", "topology"),
-    [*((form, "muddformer") for form in FORMS), *itertools.product([Attention, Packed], ["grn-v3", "dca"])],
-    ids=lambda given: getattr(given, "__name__", given),
-)
+#: Each form, and two of them with each topology.
+CASES = [*((form, "muddformer") for form in FORMS), *itertools.product([Attention, Packed], ["grn-v3", "dca"])]
+COMPILED_FIRST = [(Attention, "muddformer"), (Packed, "dca")]
+
+
+@pytest.mark.parametrize(("attention", "topology"), CASES, ids=lambda given: getattr(given, "__name__", given))
 def test_validation_compares_them(attention: type[nn.Module], topology: str, caplog: pytest.LogCaptureFixture) -> None:
     """Outputs and gradients, with moved connection weights: by the formulas, on the original's branches."""
     rewired = rewire.compile(stack(attention), topology, example_inputs=(torch.randn(2, 5, WIDTH),))
     assert sum(len(c.layout.units) for c in rewire.connections(rewired).values()) == 4
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "topology"),
+    [pytest.param(*case, marks=() if case in COMPILED_FIRST else pytest.mark.slow) for case in CASES],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_they_compile_in_one_graph(attention: type[nn.Module], topology: str) -> None:
+    rewired = rewire.compile(stack(attention), topology, validate=False)
     compiled = torch.compile(rewired, backend="eager", fullgraph=True)
     x = torch.randn(2, 5, WIDTH)
     torch.testing.assert_close(compiled(x), rewired(x))

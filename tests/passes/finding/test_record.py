@@ -64,6 +64,7 @@ TURNED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("way", TURNED)
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer", "grn-v2"])
 def test_what_is_in_the_same_memory_is_a_view_whatever_it_is_called(way: str, topology: str) -> None:

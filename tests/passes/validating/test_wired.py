@@ -146,6 +146,7 @@ def test_gradients_that_pass_by_a_cut_are_noticed(topology):
         rewire.compile(Detached(), topology, example_inputs=(X,))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v"), ("q", "v")])
 @pytest.mark.parametrize("topology", ["dca", "muddformer"])
 def test_queries_keys_and_values_that_change_places_are_noticed(topology, one, other):
@@ -195,6 +196,7 @@ def test_a_state_that_is_dropped_is_noticed():
 # -- what is cut -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("net", [Detached, Scaled, Data, Anew, Stopped, Copied])
 @pytest.mark.parametrize("validate", [True, False])
 def test_a_stream_whose_gradients_are_cut_is_left_alone(net, validate):
@@ -231,6 +233,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("model", RIGHT)
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "dca", "hc-dynamic"])
 def test_what_is_right_is_compared_and_not_refused(model, topology, caplog):
@@ -466,6 +469,7 @@ class Tied(nn.Module):
         return x
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("net", [Tried, Tied])
 @pytest.mark.parametrize("topology", ["muddformer", "grn-v3", "hc-dynamic"])
 def test_calls_that_fail_and_calls_of_shared_modules(net: Any, topology: str, caplog: pytest.LogCaptureFixture) -> None:
