@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rewire.diagnostics.effects import Effect, What
-from rewire.diagnostics.losses import Loss
+from rewire.diagnostics.losses import Loss, scalar
 from rewire.diagnostics.outline import about, mean_of, outline_of, preserved
 from rewire.diagnostics.recording import (
     Change,
@@ -29,7 +29,7 @@ from rewire.diagnostics.recording import (
     running_copy,
     sources_in,
 )
-from rewire.errors import RewireError, UnsupportedTopology
+from rewire.errors import UnsupportedTopology
 from rewire.freezing import constant_program
 from rewire.runtime.connection import Connection, connections
 from rewire.topologies.program import Program, branch_of, learned_terms
@@ -208,7 +208,7 @@ class Bench:
         at_once: int,
         seed: int,
     ) -> None:
-        self.batches, self.loss, self.at_once, self.seed, self.in_turn = batches, loss, at_once, seed, ""
+        self.batches, self.loss, self.at_once, self.seed, self.in_turn = batches, scalar(loss), at_once, seed, ""
         self.copied = running_copy(model)
         self.trunks = {name: Trunk(connection) for name, connection in learned.items()}
         for trunk in self.trunks.values():
@@ -319,10 +319,7 @@ class Bench:
         return losses
 
     def _loss(self) -> float:
-        found = self._mean(lambda batch: self.loss(self.copied, batch))
-        if found.numel() != 1:
-            raise RewireError(f"the loss is a tensor {list(found.shape)}: it has to be a single number.")
-        return float(found)
+        return float(self._mean(lambda batch: self.loss(self.copied, batch)))
 
     def _mean(self, loss: Callable[[Any], Tensor]) -> Tensor:
         """The mean over the batches, float64."""

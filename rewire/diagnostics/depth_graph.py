@@ -98,9 +98,12 @@ class DepthGraph(nx.DiGraph):
             threshold: those whose weight is not larger, in magnitude, are left out.
 
         Raises:
+            KeyError: there is no such node.
             RewireError: the weights are not known.
         """
         self._check_known()
+        if unit not in self:
+            raise KeyError(f"there is no node '{unit}': units are {', '.join(self.units())}.")
         totals = {unit: 1.0}
         for node in self._backwards(unit):
             if node != unit and self._is_source(node):

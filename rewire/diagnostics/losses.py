@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -26,3 +27,17 @@ def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
             f"{type(model).__name__} returned no loss: give it labels, or pass loss=, a function of (model, batch)."
         )
     return loss
+
+
+def scalar(loss: Loss) -> Loss:
+    """``loss``, which has to give a tensor of one number."""
+
+    @functools.wraps(loss)
+    def checked(model: Any, batch: Any) -> Tensor:
+        found = loss(model, batch)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"a tensor of shape {[*found.shape]}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise RewireError(f"the loss of a batch is {what}: it has to be a tensor of one number.")
+        return found.reshape(())
+
+    return checked

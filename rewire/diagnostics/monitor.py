@@ -160,7 +160,7 @@ def _statistics(matrix: Tensor, first: Tensor) -> dict[str, float]:
     offset = matrix.shape[1] - matrix.shape[0]
     exists = torch.ones_like(matrix, dtype=torch.bool).tril(offset)
     shares = matrix.abs() / matrix.abs().sum(1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    newest = shares.diagonal()  # destination j is row j - 1, the state before it source j - 1
+    newest = shares.diagonal(offset)  # the last that exists in each row
     return {
         "min": float(matrix[exists].min()),
         "max": float(matrix[exists].max()),

@@ -66,11 +66,22 @@ def plot_curves(
             axis = ax.xaxis if name == "x" else ax.yaxis
             ax.set(**{f"{name}scale": "log"})
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
+            axis.set_minor_formatter(_some_minor())
         open_axes(ax, "both")
         outside = len(curves) > 6  # beside the axes, where it cannot cover lines
         place: dict[str, Any] = {"loc": "outside right upper"} if outside else {"loc": "best"}
         (figure if outside else ax).legend(frameon=False, fontsize=8, **place)
+
+
+def _some_minor() -> Any:
+    """Labels between powers of ten: only as many as matplotlib finds room for."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    return Plain()
 
 
 def plot_differences(

@@ -22,7 +22,7 @@ from rewire.studies.page import write
 from rewire.studies.report import Row, Study
 from rewire.studies.runs import Kept, Runs, Tick, opened
 from rewire.studies.search import Tried, at_edge, best, climb, effects, scaled
-from rewire.studies.task import Budget, Task
+from rewire.studies.task import Budget, Task, check_seeded
 from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial, evaluate, make
 
 #: Seeds on which rates and scales are searched; those that are compared come after them.
@@ -84,7 +84,8 @@ def study(
         >>> found.headline()
         'No difference shown: none of 1 topologies is better than residual.'
     """
-    contenders = [parse(name) for name in dict.fromkeys(topologies)]
+    names = [topologies] if isinstance(topologies, str) else topologies
+    contenders = [parse(name) for name in dict.fromkeys(names) if name != PLAIN.name]  # which always runs
     if min(trials, seeds, finalists) < 1:
         raise ValueError(f"trials={trials}, seeds={seeds}, finalists={finalists}: each has to be 1 or more.")
     where = torch.device(device) if device else default_device()
@@ -272,6 +273,7 @@ def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> Non
 
     A task is known by its numbers, and by the losses of the untrained model of a seed on its data.
     """
+    check_seeded(task, SEARCHED[0])
     model = make(task, PLAIN, Trial(Setting(task.learning_rate), SEARCHED[0]), device)
     first = dataclasses.replace(task, validation=[next(iter(task.batches(SEARCHED[0])))])
     losses = [evaluate(each, model, device) for each in (task, first)]

@@ -237,21 +237,51 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
 
     Raises:
         ImportError: Optuna is missing.
-        RewireError: the file is no journal.
+        RewireError: it cannot be opened, or the file is no journal.
     """
     try:
         import optuna
-        from optuna.storages.journal import JournalFileBackend
+        from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
     except ImportError as error:
         raise ImportError(f"studies need Optuna: {how_to_install('study')}.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it says of each trial, the progress bars show
     if "://" in storage:
-        return optuna.storages.RDBStorage(storage)
-    if Path(storage).exists():
-        with open(storage, "rb") as file:
-            if not b'{"op_code"'.startswith(file.read(10)):
-                raise RewireError(f"'{storage}' is a file, and no journal of a study: give another storage.")
-    return optuna.storages.JournalStorage(JournalFileBackend(storage))
+        try:
+            return optuna.storages.RDBStorage(storage)
+        except Exception as error:  # of the database's own library
+            raise RewireError(
+                f"'{storage}' cannot be opened as a database ({type(error).__name__}: {error})."
+            ) from error
+
+    class Lock(JournalFileSymlinkLock):
+        """Is held to write: cuts off what a process that was killed, or found the disk full, has left of a line."""
+
+        def acquire(self) -> bool:
+            return super().acquire() and _whole(Path(storage))
+
+    try:
+        Path(storage).parent.mkdir(parents=True, exist_ok=True)
+        if Path(storage).exists():
+            with open(storage, "rb") as file:
+                if not b'{"op_code"'.startswith(file.read(10)):
+                    raise RewireError(f"'{storage}' is a file, and no journal of a study: give another storage.")
+        return optuna.storages.JournalStorage(JournalFileBackend(storage, Lock(storage)))
+    except OSError as error:
+        raise RewireError(f"'{storage}' cannot be opened as a journal ({error}).") from error
+
+
+def _whole(journal: Path) -> bool:
+    """Cut off a last line that does not end."""
+    with open(journal, "rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            file.seek(end - 1)
+            if file.read(1) == b"\n":
+                break
+            end -= 1
+        if end < size:
+            file.truncate(end)
+    return True
 
 
 @contextlib.contextmanager

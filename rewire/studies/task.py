@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rewire.diagnostics.losses import loss_of_model
+from rewire.errors import RewireError
+from rewire.torch_internals import pytree
 from rewire.training import Groups
 
 
@@ -19,14 +21,20 @@ def adamw(groups: Groups) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
+def positive(value: object) -> bool:
+    """Whether it is a positive number, and finite."""
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A model, its data and how it is trained: what `rewire.study` compares topologies on.
 
     Attributes:
-        model: makes the model; its weights come from torch's global generator, which the study seeds.
-        batches: batches to train on, for a seed: an iterable that does not end before the budget does.
-        validation: batches that are held out; the loss that is compared is their mean.
+        model: makes a new model at each call; its weights come from torch's global generator, which the study seeds.
+        batches: batches to train on, for a seed, on which alone they depend: an iterable that does not end before the
+            budget does.
+        validation: a list of batches that are held out; the loss that is compared is their mean.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
         optimizer: makes one of parameter groups, which have their rate and weight decay; default: AdamW.
         learning_rate: of the plain model, where the search begins. Rates are warmed up over the first tenth of the
@@ -36,6 +44,7 @@ class Task:
 
     Raises:
         ValueError: the rate or ``clip`` is not positive, or there is nothing to validate on.
+        TypeError: a function is none, or ``validation`` cannot be read again and again.
 
     Example:
         >>> task = rewire.Task(
@@ -56,11 +65,64 @@ class Task:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"model is a {type(self.model).__name__}: give a function that makes a new one at each call."
+            )
+        for name in ("model", "batches", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}: it has to be a function.")
         for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not positive(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: it has to be a positive number.")
+        if not hasattr(self.validation, "__len__") or isinstance(self.validation, Tensor | Mapping):
+            kind = type(self.validation).__name__
+            raise TypeError(f"validation is a {kind}: it has to be a list of batches, or a DataLoader.")
         if not len(self.validation):
             raise ValueError("validation is empty: there is nothing to compare losses on.")
+
+
+def check_seeded(task: Task, seed: int) -> None:
+    """Refuse a task of which a seed does not determine the weights and the first batch: its runs have no pairs.
+
+    Raises:
+        RewireError: they differ from call to call, each run would go on where the last one ended, or there is no batch.
+    """
+    (first, batch), (again, other) = _begun(task, seed), _begun(task, seed)
+    before, after = [*first.parameters()], [*again.parameters()]
+    if {*map(id, before)} & {*map(id, after)}:
+        raise RewireError(
+            "the task's model() gives the same weights at each call, so that a run would go on where the last one "
+            "ended: let it make a new model, or return a deep copy."
+        )
+    if not _equal(before, after):
+        raise RewireError(
+            "the task's model() gives other weights at each call with the same seed: let them come from torch's global "
+            "generator, which the study seeds."
+        )
+    if not _equal(batch, other):
+        raise RewireError(f"batches({seed}) gives another first batch at each call: let batches follow from the seed.")
+
+
+def _begun(task: Task, seed: int) -> tuple[nn.Module, Any]:
+    """The model and the first batch of a run."""
+    torch.manual_seed(seed)
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise RewireError(f"the task's model() gives a {type(model).__name__}, not a torch.nn.Module.")
+    for batch in task.batches(seed):
+        return model, batch
+    raise RewireError(f"batches({seed}) has no batch.")
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether tensors of the same shapes have the same numbers."""
+    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
+    return all(
+        a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
+        for a, b in pairs
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +138,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.steps, self.seconds) if value is not None]
-        if not given or min(given) <= 0:
+        if not given or not all(map(positive, given)):
             raise ValueError(f"a run needs a positive number of steps or seconds, not {self.steps} and {self.seconds}.")
 
     def times(self, length: float) -> Budget:

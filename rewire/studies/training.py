@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rewire.bench.harness import kept_for_backward, side_by_side
 from rewire.copies import Inputs
+from rewire.diagnostics.losses import scalar
 from rewire.diagnostics.moves import Look, Moves, look, moves, starts, together
 from rewire.errors import RewireError
 from rewire.init.apply import initialize
@@ -184,7 +185,7 @@ def make(
 def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
     """One step; the loss before it. Gradients stay, clipped, until the next one."""
     optimizer.zero_grad()
-    loss = task.loss(model, batch)
+    loss = scalar(task.loss)(model, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), task.clip)
     optimizer.step()
@@ -235,7 +236,7 @@ class _Spikes:
 def evaluate(task: Task, model: nn.Module, device: torch.device) -> float:
     """Mean loss of the validation batches, in evaluation mode; infinite if it is no number."""
     model.eval()
-    losses = [task.loss(model, to(batch, device)).item() for batch in task.validation]
+    losses = [scalar(task.loss)(model, to(batch, device)).item() for batch in task.validation]
     model.train()
     mean = sum(losses) / len(losses)
     return mean if math.isfinite(mean) else math.inf

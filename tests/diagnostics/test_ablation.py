@@ -340,7 +340,7 @@ def test_errors() -> None:
         rewire.ablate(net, [batch()], loss=squares)
     with pytest.raises(rewire.BadExampleInputs, match="there are no batches"):
         rewire.ablate(model, [], loss=squares)
-    with pytest.raises(rewire.RewireError, match=r"the loss is a tensor \[3, 7, 8\]"):
+    with pytest.raises(rewire.RewireError, match=r"is a tensor of shape \[3, 7, 8\]"):
         rewire.ablate(model, [batch()], loss=lambda model, data: model(data[0]))
     with pytest.raises(ValueError, match="'unit', 'source' or 'edge'"):
         rewire.ablate(model, [batch()], loss=squares, of=["state"])  # type: ignore[list-item]

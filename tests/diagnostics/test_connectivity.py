@@ -291,6 +291,8 @@ def test_errors() -> None:
     model = rewire.compile(LinearNet(), "muddformer", validate=False)
     with pytest.raises(rewire.BadExampleInputs, match="LinearNet does not run on the batch"):
         rewire.graph(model, (vectors(), 1))
+    with pytest.raises(KeyError, match="there is no node 'f1': units are blocks/f1, "):
+        rewire.graph(model).dependencies("f1")
     with pytest.raises(KeyError, match="no trunk 'stem': the graph has blocks"):
         rewire.graph(model).of("stem")
 

@@ -41,7 +41,7 @@ def test_connection_weights_against_their_definitions() -> None:
         "max": max(flat),
         "mean": sum(flat) / len(flat),
         "input": sum(row[0] for row in shares) / 3,
-        "previous": sum(row[j] for j, row in enumerate(shares)) / 3,
+        "previous": sum(row[-1] for row in shares) / 3,
         "sources": sum(math.exp(-sum(s * math.log(s) for s in row)) for row in shares) / 3,
         "change": float((matrix - before).norm() / before.norm()),
         "speed": float((matrix - before).norm() / before.norm()),
@@ -49,6 +49,15 @@ def test_connection_weights_against_their_definitions() -> None:
     }
     assert step == 1
     assert values == {f"rewire/layers/weights/{name}": pytest.approx(v, rel=1e-5) for name, v in expected.items()}
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "muddformer", "ancre-ingoing"])
+def test_a_preserving_start_reads_the_newest_state_alone(topology: str) -> None:
+    """Matrices with one source more than destinations, and those with as many."""
+    log = Logged()
+    rewire.Monitor(dense(topology), log, every=1).step()
+    ((_, values),) = log
+    assert values["rewire/layers/weights/previous"] == pytest.approx(1)
 
 
 def test_what_has_stopped_and_what_still_has_a_gradient() -> None:

@@ -152,6 +152,19 @@ def test_curves(count: int, figures: list[Figure], tmp_path: Path) -> None:
     assert [text.get_text() for text in legend.get_texts()] == list(curves)
 
 
+@pytest.mark.parametrize("largest", [0.0011, 0.004, 0.009, 0.064, 3.0])
+def test_labels_of_logarithms_do_not_overlap(largest: float, figures: list[Figure], tmp_path: Path) -> None:
+    plot_curves({"run": [(0.001, 2.0), (largest, 1.0)]}, tmp_path / "c.png", "rate", "loss", log="x")
+    (ax,) = figures[0].axes
+    labels = [label for label in ax.xaxis.get_ticklabels(which="both") if label.get_text()]
+    low, high = ax.get_xlim()
+    boxes = sorted(
+        label.get_window_extent().extents.tolist() for label in labels if low <= label.get_position()[0] <= high
+    )
+    assert len(boxes) > 1
+    assert all(left[2] < right[0] for left, right in itertools.pairwise(boxes))
+
+
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_the_suffix_selects_the_format(suffix: str, tmp_path: Path) -> None:
     plot_heatmap({"trunk": random(3)}, str(tmp_path / f"h.{suffix}"))

@@ -299,3 +299,8 @@ def test_the_task_of_the_guide_trains(tmp_path: Path) -> None:
     exec(compile(code, str(file), "exec"), names)
     found = rewire.study(names["task"], ["laurel-rw"], steps=10, trials=1, seeds=1, out=tmp_path, progress=False)
     assert found.row("laurel-rw").losses
+
+
+def test_a_single_name_and_the_plain_model_that_always_runs(tmp_path: Path) -> None:
+    found = rewire.study(task, "residual", steps=2, trials=1, seeds=1, out=tmp_path, progress=False)
+    assert all(row.is_plain for row in found.rows) and len({row.name for row in found.rows}) == len(found.rows)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -95,6 +96,25 @@ def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text("not a journal\n")
     with pytest.raises(RewireError, match="no journal"):
         runs(tmp_path)
+
+
+def test_a_line_that_was_cut_off_is_lost_alone(tmp_path: Path) -> None:
+    """As by a disk that was full; what was written next was glued to it, and nothing could be read any more."""
+    first = runs(tmp_path).results(PLAIN, [TRIAL])
+    with open(tmp_path / "journal.log", "a") as journal:
+        journal.write('{"op_code":6,"wor')
+    other = dataclasses.replace(TRIAL, seed=4)
+    runs(tmp_path).results(PLAIN, [other])
+    said: list[str] = []
+    assert runs(tmp_path, say=said.append).results(PLAIN, [TRIAL, other])[0] == first[0] and not said
+
+
+def test_storages_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(RewireError, match="cannot be opened as a journal"):
+        open_storage(str(tmp_path))
+    with pytest.raises(RewireError, match="cannot be opened as a database"):
+        open_storage("nonsense://study")
+    open_storage(str(tmp_path / "new" / "journal.log"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import regression
@@ -113,10 +117,12 @@ def test_a_budget_of_seconds_ends_the_run() -> None:
     assert curve[-1].step > 5
 
 
-@pytest.mark.parametrize("settings", [{}, {"steps": 0}, {"seconds": -1.0}])
-def test_a_budget_that_is_none(settings: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"steps": 0}, {"steps": "5"}, {"seconds": -1.0}, {"seconds": math.nan}, {"seconds": math.inf}]
+)
+def test_a_budget_that_is_none(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="positive number of steps or seconds"):
-        Budget(**settings)  # type: ignore[arg-type]
+        Budget(**settings)
 
 
 def test_losses_that_are_no_numbers_end_the_run() -> None:
@@ -157,3 +163,66 @@ def test_a_task_without_validation() -> None:
         Task(regression.model, regression.batches, [])
     with pytest.raises(ValueError, match="learning_rate=0"):
         dataclasses.replace(task, learning_rate=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": regression.model()}, "model is a Sequential: give a function"),
+        ({"batches": [next(task.batches(0))]}, "batches is a list"),
+        ({"validation": iter(task.validation)}, "validation is a list_iterator"),
+        ({"validation": torch.ones(8, 4)}, "validation is a Tensor"),
+    ],
+)
+def test_parts_of_a_task_of_other_types(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(task, **change)
+    with pytest.raises(ValueError, match="learning_rate='1e-3'"):
+        dataclasses.replace(task, learning_rate="1e-3")
+
+
+def one_net() -> Callable[[], nn.Module]:
+    net = regression.model()
+    return lambda: net
+
+
+def one_iterator() -> Callable[[int], Iterator[object]]:
+    generator = regression.batches(0)
+    return lambda seed: generator
+
+
+def drawn_elsewhere() -> nn.Module:
+    net = regression.model()
+    for weight in net.parameters():
+        nn.init.constant_(weight, random.random())
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": one_net()}, "the same weights at each call"),
+        ({"model": drawn_elsewhere}, "other weights at each call with the same seed"),
+        ({"model": lambda: None}, "gives a NoneType"),
+        ({"batches": one_iterator()}, r"batches\(0\) gives another first batch"),
+        ({"batches": lambda seed: []}, r"batches\(0\) has no batch"),
+    ],
+)
+def test_runs_that_would_have_no_pairs(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """A net that is handed out again went on from the last run's weights, in silence."""
+    with pytest.raises(RewireError, match=message):
+        rewire.study(dataclasses.replace(task, **change), ["skipinit"], steps=5, out=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, batch: regression.loss(model, batch).item(), "is a float"),
+        (lambda model, batch: model(batch[0]), r"is a tensor of shape \[\d+, 1\]"),
+    ],
+)
+def test_losses_that_are_no_scalars(loss: Any, message: str) -> None:
+    with pytest.raises(RewireError, match=message):
+        train(dataclasses.replace(task, loss=loss), PLAIN, Trial(Setting(0.01), 0), Budget(steps=1), CPU)
+    with pytest.raises(RewireError, match=message):
+        rewire.ablate(rewire.compile(regression.model(), "denseformer", validate=False), task.validation, loss=loss)
