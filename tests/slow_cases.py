@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 
 
 def one_in(number: int, cases: Iterable[Any]) -> list[ParameterSet]:
-    """Every so manieth case as it is, and the others as slow ones: for long lists of cases that are much alike."""
+    """Each ``number``-th case as it is, the others as slow ones: for long lists of cases that are much alike."""
     listed = [
         ParameterSet.extract_from(case, force_tuple=not isinstance(case, (tuple, ParameterSet))) for case in cases
     ]

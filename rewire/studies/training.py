@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rewire.bench.harness import kept_for_backward, side_by_side
 from rewire.copies import Inputs
@@ -285,5 +285,5 @@ def inputs_of(model: nn.Module, run: Callable[[], object]) -> Inputs:
 
 
 def to(batch: Any, device: torch.device) -> Any:
-    """``batch``, its tensors on ``device``."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """``batch``, its tensors on ``device``, and whatever else in it knows how to go there, as a BatchEncoding does."""
+    return pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, batch)

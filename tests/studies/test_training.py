@@ -28,6 +28,7 @@ from rewire.studies.training import (
     evaluate,
     inputs_of,
     make,
+    to,
     train,
     warm_up_and_decay,
 )
@@ -143,6 +144,14 @@ def test_what_a_model_is_called_with() -> None:
     assert args == (batch[0],) and kwargs == {}
     with pytest.raises(RewireError, match="does not call the model"):
         inputs_of(model, lambda: None)
+
+
+def test_batches_that_know_how_to_go_to_a_device() -> None:
+    """BatchEncoding, of transformers' tokenizers, is a dict to nobody but itself."""
+    transformers = pytest.importorskip("transformers")
+    tokens = transformers.BatchEncoding({"input_ids": torch.ones(1, 2)})
+    moved = to({"tokens": tokens, "label": torch.ones(1), "name": "a"}, torch.device("meta"))
+    assert moved["tokens"]["input_ids"].is_meta and moved["label"].is_meta and moved["name"] == "a"
 
 
 def test_the_cost_of_a_step() -> None:
