@@ -53,7 +53,7 @@ SETTINGS = [
     )
 ]
 #: Factors on the rates of connections.
-CONNECTIONS = (1, 4, 0.25)
+CONNECTIONS = (1, 4, 16)
 CONTENDERS = (
     *("denseformer", "hc-static", "muddformer:norms=True", "ancre-ingoing", "hc-dynamic", "attnres"),
     *("denseformer:sources=('x0', 8, 16)", "mhc"),
