@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from models import vectors
@@ -419,3 +421,24 @@ def test_skips_that_one_loop_adds(caplog: pytest.LogCaptureFixture) -> None:
     rewired = rewire.compile(model, "residual", example_inputs=x)
     assert list(rewire.connections(rewired)) == ["middle"] and torch.equal(rewired(x), model(x))
     assert "runs 2 times between two residual adds, for other streams, too" in caplog.text
+
+
+class Summed(nn.Module):
+    """Two sums of the state go through one expression, as in PyTorch Geometric's GPSConv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.branch = Branch(), Branch(), Branch()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.norms[0](x + self.one(x))
+        two = self.norms[1](x + self.two(x))
+        out: Any = sum([one, two])
+        return cast("Tensor", out + self.branch(out))
+
+
+def test_several_sums_in_one_expression() -> None:
+    model, x = nn.Sequential(Summed(), Summed()), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, "residual", example_inputs=x)
+    assert rewire.connections(rewired) and torch.equal(rewired(x), model(x))
