@@ -173,7 +173,7 @@ def _recorded_cheaply(prepared: Prepared, restart: bool) -> Found | None:
             if prepared.given and device is None:  # a real run, on inputs of the caller's
                 raise
             log.info("%s", error)
-        if found and found.trunks:
+        if found and found.trunks and not any(finding.flow.guessed for finding in found.findings):
             break
     return found
 
@@ -249,6 +249,11 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
             ran = collections.Counter(site.name for site in trunk.sites)
             found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
     flows = [finding.flow for finding in findings]
+    guesses = dict.fromkeys(flow.guessed for flow in flows if flow.guessed)
+    found.evaluation.left += guesses
+    if on_meta(prepared.model):
+        for guess in guesses:
+            log.warning("%s, %s: %s", prepared.name, guess.place, guess.why)
     for trunk in found.trunks.values():
         found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(flows, trunk)]
     return found

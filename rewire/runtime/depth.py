@@ -258,8 +258,8 @@ class Depth:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "
                 f"{getattr(function, '__qualname__', type(function).__name__)}, which returns none after "
-                f"{live.stream.position} of its {len(live.stream.layout.units)} residual adds: it was put there, or "
-                f"ran for the first time, after the model was rewired.{self.advice}"
+                f"{live.stream.position} of its {len(live.stream.layout.units)} residual adds: it makes something else "
+                f"of it, or was not there, or did not run, when the model was rewired.{self.advice}"
             )
 
     def _stream_of(self, value: Any, alone: Sequence[str] = ()) -> Any:
@@ -293,7 +293,7 @@ class Depth:
             return values[id(item)]
 
         def taken(stream: Stream) -> Tensor:
-            live = self._of_trunk(stream.layout.trunk)
+            live = self._went_on(stream)
             if live is None:
                 live = Live(stream, self._entry(stream))
                 live.first = 0
@@ -307,7 +307,7 @@ class Depth:
         """What a function returned and this one returns at once, with its streams."""
 
         def value_of(item: Any) -> Any:
-            live = self._of_trunk(item.layout.trunk)
+            live = self._went_on(item)
             if live is None or item.complete or item.in_post:
                 return self._taken_up(item)
             live.stream = item
@@ -471,8 +471,8 @@ class Depth:
             more: whether other operations may follow: it is the state if none does.
         """
         numbers = (trunk,) if isinstance(trunk, int) else trunk
-        streams = [self._of_trunk(self.entries[number].trunk) for number in numbers]
-        waiting = [live for live in streams if live is not None and live.stream.in_post]
+        trunks = [self.entries[number].trunk for number in numbers]
+        waiting = [live for live in self.live if live.trunk in trunks and live.stream.in_post]
         if not waiting:
             for number in numbers:
                 self._goes_on(state, number)
@@ -622,8 +622,13 @@ class Depth:
 
     def _is_earlier(self, stream: Stream) -> bool:
         """Whether it is another state of a stream that the function has begun with."""
-        live = self._of_trunk(stream.layout.trunk)
-        return live is not None and live.source is not stream
+        return any(live.stream.weights is stream.weights and live.source is not stream for live in self.live)
+
+    def _went_on(self, stream: Stream) -> Live | None:
+        """The stream that comes back as this one; None if a function that was called began it."""
+        of_trunk = [live for live in self.live if live.trunk == stream.layout.trunk]
+        same = [live for live in of_trunk if live.stream.weights is stream.weights]
+        return next(iter(same), None) or next((live for live in of_trunk if live.given or live.stream.complete), None)
 
     def _of_trunk(self, trunk: str) -> Live | None:
         """The stream of a trunk."""

@@ -280,6 +280,46 @@ def test_inputs_that_were_given_count_more_than_a_trace(device: str) -> None:
     assert torch.equal(rewired(*inputs), model(*inputs))
 
 
+class Experts(nn.Module):
+    """Each expert runs if a token chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, chosen = torch.zeros_like(x), self.gate(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                rows = rows + expert(x) * (chosen == number).unsqueeze(-1)
+        return rows
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), Experts()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_what_a_model_decides_by_values_is_seen_without_validation() -> None:
+    """The meta device has no values: it is run on its own."""
+    inputs = torch.randn(2, 5, WIDTH)
+    rewired = rewire.compile(Routed(), "ancre-ingoing", example_inputs=inputs, validate=False)
+    (trunk,) = rewire.inspect(rewired).trunks
+    assert len(trunk.sites) == 3 and not rewire.inspect(rewired).left
+
+
+def test_what_a_model_on_the_meta_device_decides_by_values_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    (left,) = rewire.inspect(Routed().to("meta"), torch.randn(2, 5, WIDTH)).left
+    assert "decides by the value of a tensor" in left.why and left.written == "if (chosen == number).any():"
+    assert "decides by the value of a tensor" in caplog.text
+
+
 BRANCHES = [
     "h = self.f(x)\nh.add_(x)",
     "h = self.f(x)\nh.add_(x, alpha=1)",

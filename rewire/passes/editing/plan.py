@@ -367,15 +367,27 @@ class _Planner:
                 self.made_by_calls.add((number, scope, at))
 
     def _check_made_once(self, state: Op, add: Add, scope: Scope, at: Span) -> None:
-        """Refuse a state that a loop makes in several passes: the text does not say which is the last one."""
-        alike = [op for op in add.post if (op.scope, op.place, op.name) == (scope, state.place, state.name)]
-        runs = len({id(op.call) for op in alike if op.call is not None})
+        """Refuse a state that a loop makes in several passes: the text does not say which is the last one.
+
+        So it is where the others are no states of this stream: skips of a U-net, which one loop adds.
+        """
+        place = (scope, state.place)
+        between = [op for op in self.flow.ops[add.op.index + 1 : state.index] if op.place is not None]
+        elsewhere = max((op.index for op in between if (op.scope, op.place) != place), default=0)
+        alike = [op for op in add.post if (op.scope, op.place) == place and op.name == state.name]
+        others = [op for op in between if (op.scope, op.place) == place and op.index < elsewhere and op not in add.post]
+        runs = len({id(op.call) for op in (*alike, *others) if op.call is not None})
         if runs > 1:
             text = self.sources.text(scope)
+            remedy = (
+                ", for other streams, too: make what the loop runs a module or a method"
+                if others
+                else ". If the loop around it adds branches to a state that it scales, only sums without a factor on "
+                "the state are residual adds; else put the loop into a method of its own"
+            )
             raise EditError(
                 f"the expression at {text.where(text.nodes[at][0])} makes the next state, and runs {runs} times "
-                "between two residual adds. If the loop around it adds branches to a state that it scales, only sums "
-                "without a factor on the state are residual adds; else put the loop into a method of its own"
+                f"between two residual adds{remedy}"
             )
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:

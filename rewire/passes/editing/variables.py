@@ -16,16 +16,18 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
     """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
 
     Between the first and the last of them, the variable may be an argument of one of them, or of a call that gets what
-    one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name. Any other function
-    may ask what it got, when it is called one day, and a stream is no tensor. The same holds for what a call returns:
-    ``block(x).float()``, ``dropout(block(x))``.
+    one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name, by a loop over
+    several streams, too (``[block(x) for x in xs]``). Any other function may ask what it got, when it is called one
+    day, and a stream is no tensor. The same holds for what a call returns: ``block(x).float()``, ``dropout(block(x))``.
     """
     statements, parents = _statements(text, calls), text.parents
     names = set(given).union(*(_targets(text, call) for call in calls))
     reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
     reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
     for _ in reads:  # other names of it
-        more = names.union(*(_targets(text, node) for node in reads if node.id in names and _renamed(node, parents)))
+        held = [node for node in reads if node.id in names]
+        more = names.union(*(_targets(text, node) for node in held if _renamed(node, parents)))
+        more |= {name.id for node in held for name in _looped(node, parents)}
         if more == names:
             break
         names = more
@@ -82,6 +84,8 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
         read, parent = parent, parents[parent]
     if isinstance(parent, (ast.keyword, ast.Starred)):
         parent = parents[parent]
+    if _looped(node, parents):
+        return True
     if isinstance(parent, ast.Call):
         return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
     if isinstance(parent, ast.Attribute):
@@ -153,6 +157,17 @@ def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         parent = parents[parent]
     return isinstance(parent, ast.Assign) and all(isinstance(target, ast.Name) for target in parent.targets)
+
+
+def _looped(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> list[ast.Name]:
+    """``x`` of ``for x in xs``, in a loop or a comprehension, or of ``for x, y in zip(xs, ys)``; none otherwise."""
+    read: ast.expr = node
+    parent = parents[read]
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("zip", "enumerate"):
+        read, parent = parent, parents[parent]
+    if not isinstance(parent, (ast.For, ast.comprehension)) or parent.iter is not read:
+        return []
+    return [name for name in ast.walk(parent.target) if isinstance(name, ast.Name)]
 
 
 def _targets(text: Text, node: ast.AST) -> set[str]:

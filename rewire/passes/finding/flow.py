@@ -206,6 +206,7 @@ class Flow:
         outputs: what a traced model returns.
         unread: what could not be looked into, by module path.
         unseen: in words, a tensor that no recorded operation made; empty if there is none.
+        guessed: of a run on the meta device, where the model first decides by the value of an input or a weight.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for operations that wrote to a tensor in place, what else holds it and is read afterwards.
         casts: casts that returned what they were given: where, and what made that.
@@ -218,6 +219,7 @@ class Flow:
     outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
     unseen: str = ""
+    guessed: LeftAlone | None = None
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)

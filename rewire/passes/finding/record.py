@@ -46,10 +46,12 @@ from rewire.passes.finding.holders import holders, storage
 from rewire.runtime.nested import attributes
 from rewire.runtime.reentrant import forwards, where_reentrant
 from rewire.torch_internals import gradient_of, pytree, viewed, writes_to
+from rewire.trunk import LeftAlone
 
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
+GUESSED = "it decides by the value of a tensor, which the meta device does not have: one way only was looked at"
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 #: What makes memory; in an autograd function kernels fill it, which no operation shows.
 _MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"}
@@ -66,7 +68,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
     flow.before, flow.hooked = before, recorder.hooked
-    flow.tensors, flow.unseen = recorder.made, recorder.unseen
+    flow.tensors, flow.unseen, flow.guessed = recorder.made, recorder.unseen, recorder.guessed
     return flow
 
 
@@ -94,6 +96,7 @@ class Recorder(TorchFunctionMode):
         self.functions: dict[CodeType | None, bool] = {}  # of helpers: whether it is an autograd function's forward
         self.kernels: set[Scope] = set()  # calls of autograd functions that make memory for kernels
         self.unseen = ""
+        self.guessed: LeftAlone | None = None
         self.frames = Frames(self._handed, self._module_of)
 
     @contextlib.contextmanager
@@ -141,6 +144,9 @@ class Recorder(TorchFunctionMode):
         given = tensors_of(args) + tensors_of(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
         if decided is not None and given and given[0].is_meta:  # a number that is not known
+            if self.guessed is None and _is_from_outside(self._op(given[0])):
+                scope, place = self.frames.caller(self.stack, sys._getframe(1))
+                self.guessed = LeftAlone(scope.path, GUESSED, *written_at(place))
             return decided(0)
         before = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
@@ -356,6 +362,11 @@ def _repeats(x: Tensor, index: Any) -> bool:
         return False
     places = torch.arange(x.numel(), device=x.device).view(x.shape)[index]
     return places.unique().numel() < places.numel()
+
+
+def _is_from_outside(op: Op) -> bool:
+    """Whether it is made of inputs or weights; else of numbers alone."""
+    return any(each.constant or each.name == "input" for each in reached([op], lambda each: each.inputs))
 
 
 def _bound(code: CodeType | None, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:

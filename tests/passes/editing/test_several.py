@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from models import vectors
@@ -303,3 +305,140 @@ def test_training_that_does_not_run_on_the_meta_device_is_run() -> None:
             torch.manual_seed(1)
             results.append(model.train(training)(x))
         torch.testing.assert_close(*results)
+
+
+class Pairs(nn.Module):
+    """Both streams of a pair go through each block, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(3))
+
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            pair = tuple([block(x) for x in pair])
+        return pair
+
+
+class Zipped(Pairs):
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            pair = tuple(block(x) for x, _ in zip(pair, "ab", strict=True))
+        return pair
+
+
+class Asks(Pairs):
+    """Asks what it got: streams do not pass such a function as they are."""
+
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            pair = tuple([block(x) for x in pair]) if type(pair) is tuple else pair
+        return pair
+
+
+class Fuses(Pairs):
+    """May mix the two, and does not here."""
+
+    fusion: nn.Module | None = None
+
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            pair = tuple([block(x) for x in pair])
+            if self.fusion is not None:
+                pair = self.fusion(*pair)
+        return pair
+
+
+class Reads(Pairs):
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        a, b = pair
+        for block in self.blocks:
+            a, b = block(a), block(b)
+            if a.mean() > b.mean() + 100:
+                a, b = b, a
+        return a, b
+
+
+class OfBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Added()
+
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        return tuple([self.block(x) for x in pair])
+
+
+class InBlocks(Asks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OfBoth() for _ in range(3))
+
+    def forward(self, *pair: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            pair = block(*pair) if type(pair) is tuple else block(pair)
+        return pair
+
+
+@pytest.mark.parametrize("cls", [Pairs, Zipped, Asks, Fuses, Reads, InBlocks])
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-dynamic"])
+def test_two_streams_in_turns(cls: type[nn.Module], topology: str) -> None:
+    """Neither knows of the other."""
+    a, b = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(cls(), topology, example_inputs=(a, b))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 3
+    for parameter in connection.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    (made, other), (swapped, alone) = rewired(a, b), rewired(b, a)
+    assert torch.equal(made, alone) and torch.equal(other, swapped)
+
+
+class Skips(nn.Module):
+    """A U-net whose skips one loop adds, as NAFNet's: the outer one is around the inner one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Sequential(Added(), Added()) for _ in range(2)) for _ in range(2))
+        self.maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.middle = nn.Sequential(Added(), Added())
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for stage, change in zip(self.down, self.maps[:2], strict=True):
+            x = stage(x)
+            skips.append(x)
+            x = change(x)
+        x = self.middle(x)
+        for stage, change, skip in zip(self.up, self.maps[2:], skips[::-1], strict=True):
+            x = change(x)
+            x = x + skip
+            x = stage(x)
+        return x
+
+
+def test_skips_that_one_loop_adds(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Skips(), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, "residual", example_inputs=x)
+    assert list(rewire.connections(rewired)) == ["middle"] and torch.equal(rewired(x), model(x))
+    assert "runs 2 times between two residual adds, for other streams, too" in caplog.text
+
+
+class Summed(nn.Module):
+    """Two sums of the state go through one expression, as in PyTorch Geometric's GPSConv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.branch = Branch(), Branch(), Branch()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.norms[0](x + self.one(x))
+        two = self.norms[1](x + self.two(x))
+        out: Any = sum([one, two])
+        return cast("Tensor", out + self.branch(out))
+
+
+def test_several_sums_in_one_expression() -> None:
+    model, x = nn.Sequential(Summed(), Summed()), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, "residual", example_inputs=x)
+    assert rewire.connections(rewired) and torch.equal(rewired(x), model(x))
