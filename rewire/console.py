@@ -20,7 +20,7 @@ from rich.text import Text
 DELAY = 2.0
 _EVERY = 0.2  # seconds between two updates of a bar in a notebook
 
-_WIDTH = 120  # of tables as text
+_WIDTH = 120  # columns of tables as text
 
 #: Shared by all bars: rich stacks the bars of one console, such as those of a study and of a validation in it.
 stderr = Console(stderr=True)

@@ -434,7 +434,7 @@ class Message:
     """
 
     def __init__(self, layout: Layout, states: Sequence[Tensor], weights: Sequence[torch.Size]) -> None:
-        dims = layout.token("meta").dim() - 1  # of tokens
+        dims = layout.token("meta").dim() - 1  # number of token dimensions
         self.trailing = [state.shape[dims:] for state in states]
         self.precise = [state.dtype == torch.float32 for state in states]
         self.channels = layout.dims.width if layout.channels_are_last else None  # None: as many as the message has

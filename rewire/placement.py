@@ -163,7 +163,7 @@ def _how_sharded(x: Tensor, channel_dim: int) -> str:
     nodes = [x.grad_fn]
     for node in nodes:  # breadth-first: the list grows
         name = type(node).__name__.replace("_", "").lower()
-        spec = getattr(node, "dtensor_spec", None)  # of DTensor.to_local
+        spec = getattr(node, "dtensor_spec", None)  # set by DTensor.to_local
         if "reducescatter" in name:
             return type(node).__name__
         if spec is not None:

@@ -106,7 +106,7 @@ def find_norm(value: Op, region: Collection[Op]) -> tuple[FlatNorm | None, Fusio
 
 
 def _candidates(value: Op, region: Collection[Op]) -> Iterator[Candidate]:
-    """Operations that compute a tensor of the value's shape from it and one or two tensors of channels."""
+    """Operations that compute a tensor of the value's shape from the value and one or two tensors [D]."""
     shape, made = value.shape, {value}
     if not shape or not isinstance(shape[-1], int):
         return

@@ -272,7 +272,7 @@ def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Ten
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = merge(x, *branches)
         if region.settle():
-            _forget(result)  # a mix's recipe for a part of it would become circular
+            _forget(result)  # a mix's recipe for it may need tensors that the region recomputes
             remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result
 

@@ -39,7 +39,7 @@ from rewire.mixes.history import History, Row, Scores
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
 from rewire.mixes.tokens import inverse_rms
 
-EPS = 1e-6  # of the norm
+EPS = 1e-6  # of the norm in scores
 
 
 class AttendedTable(Table):
@@ -198,7 +198,7 @@ class _Claims(torch.autograd.Function):
         scores, states = tensors[0], tensors[-count:]
         x, ctx.states, ctx.reads = states[0], count, scores.shape[-1]
         claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
-        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        # detach() is not a view to autograd, which forbids in-place writes to views among several results
         return (*claims, *tallies, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod

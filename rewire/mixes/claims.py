@@ -35,7 +35,7 @@ class Claims(torch.autograd.Function):
         ctx.states, ctx.mixes = count, weights.shape[0] // count
         states = tensors[-count:]
         claims = stand_ins(states[0], states[0].shape, ctx.mixes)
-        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        # detach() is not a view to autograd, which forbids in-place writes to views among several results
         return (*claims, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod

@@ -178,7 +178,7 @@ class History:
         return tuple([s.narrow(-1, k, ways) for s, k in zip(self.scores, self._places(number), strict=True)])
 
     def _places(self, number: int) -> list[int]:
-        """Where the scores of a read begin among those of each of its states."""
+        """The places of a read's first scores among the scores of each of its states."""
         first, joined = self.table.first[number], self.table.blocks.joined(number)
         places = [first - start for start in self.table.starts[: len(self.states) - joined]]
         return [*places, 0] if joined else places

@@ -166,7 +166,7 @@ class Depth:
             )
         connection = entry.in_use
         connection.check_ranks(value)
-        # torch.distributed.pipelining.pipeline unflattens exported modules, and fails for one that is no block's child
+        # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
         return self._track(Live(begin(value), entry, value), norm)
 
@@ -342,7 +342,7 @@ class Depth:
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
         mapped((dicts, changed), stream_of)
-        handed_on = [*left]  # streams in other containers leave with these, but need not be returned
+        handed_on = [*left]  # a function that changes what `others` hold returns these, too
         mapped(others, stream_of)
         for live in self.live:
             self._check_count(live, live in handed_on)

@@ -131,7 +131,7 @@ def registering(base: type) -> dict[str, Callable[..., Any]]:
 
 
 def show_tensors(pre_hooks: Any, hooks: Any) -> None:
-    """Wrap the hooks in a module's tables, so that they get tensors in place of streams."""
+    """Wrap the hooks in these tables of torch, so that they get tensors in place of streams."""
     for table, before in ((pre_hooks, True), (hooks, False)):
         for key, hook in [*table.items()]:
             seeing = seeing_tensors(hook, before)

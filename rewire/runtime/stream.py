@@ -55,7 +55,7 @@ class Weights:
 
 @dataclasses.dataclass(eq=False)  # as Stream
 class Reading:
-    """A stream whose next branch is running.
+    """Held by a stream while a branch of the next unit is running.
 
     Attributes:
         parts: the tensors whose sum the branch reads: one, or ``r, f_1, ...`` inside a unit of several sites.
@@ -70,7 +70,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unsummed:
-    """A stream whose last state is not computed yet, so that one kernel can compute it with the norm of the next read.
+    """Held by a stream whose last state is yet to be computed, by one kernel together with the norm of the next read.
 
     Attributes:
         branches: outputs of the last unit's branches.
@@ -81,7 +81,7 @@ class Unsummed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Post:
-    """A stream that waits for `Stream.push`: the model makes the next state of the last add's sum, as post-norms do.
+    """Held by a stream until `Stream.push`: the model makes the next state of the last add's sum, as post-norms do.
 
     Attributes:
         sum: the sum, or what its post has made of it so far.

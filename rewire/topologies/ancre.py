@@ -303,7 +303,7 @@ class ANCReConstant(Destinations[Few | None]):
         super().__post_init__()
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """No entries."""
+        """No parameters."""
         if start == "preserve":
             raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}

@@ -79,7 +79,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     sum of all other increments; other units read the plain sum of all. With ``qkv`` and ``channels`` only the named
     inputs of attentions have a read, and the shortcut takes that of q.
 
-    All queries have a gradient from the first step on, in all forms. If every branch starts at zero output, only the
+    From all starts, all queries have a gradient in the first step. If every branch starts at zero output, only the
     output's query has one at first (by the score of ``x_0``; none in the additive form), and the others one step later.
 
     Args:

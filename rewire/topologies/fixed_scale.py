@@ -56,7 +56,7 @@ class FixedScale(FirstOrder[Scales]):
             raise ValueError("a scale of 0 would cut the trunk: shortcut and branch have to be other numbers.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """None."""
+        """No parameters."""
         if start == "preserve" and self.weights({}, dims) != (1.0, 1.0):
             raise no_preserving_start(self, "its scales are constants other than 1")
         return {}

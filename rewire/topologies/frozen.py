@@ -151,7 +151,7 @@ class Frozen(Recurrence[Constants]):
         return weights.table
 
     def program(self, weights: Constants, dims: Dims) -> Program:
-        """Its program, with the weights per channel in it."""
+        """The frozen program, with the values of weights per channel."""
         return with_weights(self._program, lambda weight: _looked_up(weight, weights))
 
     def written(self, t: int) -> Line | None:

@@ -32,7 +32,7 @@ class Residual(FirstOrder[None]):
     norms_again: ClassVar[bool] = False
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """None."""
+        """No parameters."""
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:

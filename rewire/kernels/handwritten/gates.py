@@ -81,7 +81,7 @@ def tanh_backward(
     grad_table,  # float32 [tokens, N, N + 1]
     grad_products,  # float32, as products
     grad_strides,
-    partials,  # float32 [programs, N + 1, N + 2]: of the static values, and of the scale
+    partials,  # float32 [programs, N + 1, N + 2]: sums for the static values and for the scale
     tokens,
     N: tl.constexpr,
     SIZE: tl.constexpr,
@@ -195,7 +195,7 @@ def sinkhorn_backward(
     grad_table,  # float32 [tokens, N, N + 1]
     grad_products,  # float32, as products
     grad_strides,
-    partials,  # float32 [programs, 2, 2 N + N N]: of the static values, and of the scale
+    partials,  # float32 [programs, 2, 2 N + N N]: sums for the static values and for the scale
     tokens,
     floor,
     magnitude,

@@ -298,7 +298,7 @@ def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel(), dtype=torch.float32, device=x.device)
     fitted.kernel((*fitted.even(x), weight, scores, inverse))
-    if eps is None:  # divide by r, for whatever eps was used
+    if eps is None:  # undo r, whatever eps it used
         scores, inverse = scores.div_(inverse.view(lead)), inverse[:0]
     if clamped:
         scores = torch.where(scores < 0, -0.0, scores)  # unclamped sums start at 0, and so are never -0

@@ -32,7 +32,7 @@ def _one_of(tensors, which, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "rows", "begun_stride", "count"])
 def softmax_forward(
-    scores,  # N x float32 [rows], of which n are read
+    scores,  # N x float32 [rows], the first n of which are read
     n,
     begun,  # float32 [2, rows]: largest earlier score, sum of earlier numerators
     begun_stride,

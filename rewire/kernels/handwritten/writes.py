@@ -41,7 +41,7 @@ def _within(x, VECTOR: tl.constexpr):
 def write_forward(
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
-    branches,  # of each [tokens, WIDTH]
+    branches,  # for each branch [tokens, WIDTH]
     branch_strides: tl.constexpr,
     table,  # float32 [tokens, N, N + branches]
     weight,  # float32 [WIDTH, K]
@@ -125,11 +125,11 @@ def write_backward(
     weight_strides: tl.constexpr,
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
-    branches,  # of each [tokens, WIDTH]
+    branches,  # for each branch [tokens, WIDTH]
     branch_strides: tl.constexpr,
     table,  # float32 [tokens, N, N + branches]
     grad_streams,  # [tokens, N, WIDTH]
-    grad_branches,  # of each [tokens, WIDTH]
+    grad_branches,  # for each branch [tokens, WIDTH]
     table_partials,  # float32 [column programs, tokens, N, N + branches]
     weight_partials,  # float32 [row programs, K, WIDTH]
     tokens,
