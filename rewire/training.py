@@ -42,7 +42,7 @@ def parameter_groups(
     of them start at 0. Works on sharded and on plain models, too, and after adapters were added: parameters without
     gradients are left out.
 
-    Connection weights are stored in natural units (``Topology.natural_scales``; ANCRe's logits are divided by their
+    Connection weights are stored divided by their natural scales (``Topology.natural_scales``; ANCRe's logits by their
     temperature), so that their gradients do not dominate ``clip_grad_norm_`` over all parameters. Their rates make up
     for it: an Adam step changes the weights that the formulas use by about ``connection_lr``.
 
@@ -65,7 +65,7 @@ def parameter_groups(
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
-        unit, rate and decay; none is empty. With ``muon_lr`` the matrices are the first group.
+        scale, rate and decay; none is empty. With ``muon_lr`` the matrices are the first group.
 
     Raises:
         TypeError, ValueError: a rate or decay is negative or not a number; ``mup`` and ``muon_lr`` are both given.
@@ -88,16 +88,16 @@ def parameter_groups(
         roles = roles_of(model) if roles is None else roles
         mup.check(roles)
     deeper = mup.multipliers(roles)[1] if mup is not None and roles is not None else 1.0
-    own: dict[tuple[float, float, float], list[nn.Parameter]] = {}  # by (unit, depth divisor, decay)
+    own: dict[tuple[float, float, float], list[nn.Parameter]] = {}  # by (scale, depth divisor, decay)
     for connection in connections(model).values():
         topology = connection.layout.topology
         decayed, powers = topology.matrices if decay_matrices else (), topology.depth_powers()
         for name, parameter in connection.named_parameters():
-            unit, weight = connection.stored_in[name], connection.weight_of(name)
+            scale, weight = connection.stored_in[name], connection.weight_of(name)
             slower = deeper ** powers.get(weight, 0)
-            # An optimiser decays by rate times decay, and the rate was divided by the unit.
-            decay = weight_decay * unit * slower if weight in decayed else 0.0
-            own.setdefault((unit, slower, decay), []).append(parameter)
+            # An optimiser decays by rate times decay, and the rate is divided by the scale.
+            decay = weight_decay * scale * slower if weight in decayed else 0.0
+            own.setdefault((scale, slower, decay), []).append(parameter)
     learned = {id(p) for parameters in own.values() for p in parameters}
     matrices = [] if muon_lr is None else _matrices(model)
     learned |= {id(p) for p in matrices}
@@ -106,8 +106,8 @@ def parameter_groups(
     if mup is not None:
         assert roles is not None
         groups = _scaled(model, others, lr, weight_decay, mup, roles)
-    for (unit, slower, decay), parameters in own.items():
-        of_own = connection_factor * min(rate / unit, fastest) / slower
+    for (scale, slower, decay), parameters in own.items():
+        of_own = connection_factor * min(rate / scale, fastest) / slower
         groups.append({"params": parameters, "lr": of_own, "weight_decay": decay})
     if muon_lr is not None:
         muon = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay, "use_muon": True}

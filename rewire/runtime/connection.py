@@ -71,7 +71,7 @@ class Connection(Watched):
     Attributes:
         report: what `rewire.compile` found in the model; None if the model was loaded.
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` was called.
-        stored_in: the unit in which each learned weight is stored, by name (`Topology.natural_scales`).
+        stored_in: the scale by which each learned weight is divided where it is stored (`Topology.natural_scales`).
         learned_names: names of the learned weights.
         rows: number of rows of each unit, for learned weights that have such rows (`Topology.unit_rows`).
         travelling: names of the other learned weights, which pipeline stages receive with the stream.
@@ -134,13 +134,13 @@ class Connection(Watched):
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
-        """Set weights, by name, to values in the formulas' units; they are stored in their own."""
+        """Set weights, by name, to values as in the formulas, which are stored divided by their scales."""
         stored = {**parameters_of(self), **buffers_of(self)}
         for name, value in values.items():
             _set(stored[name], value / self.stored_in.get(name, 1.0))
 
     def values(self) -> dict[str, Tensor]:
-        """The learned weights by name, differentiable, in the formulas' units: the stored values times their units."""
+        """The learned weights by name, differentiable, as in the formulas: the stored values times their scales."""
         self._check_all_here()
         return self._values(self.learned())
 
@@ -314,8 +314,8 @@ class Connection(Watched):
             return self.layout.topology.weights(values, self.dims)
 
     def _values(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        units = {name: self.stored_in.get(name, 1.0) for name in stored}
-        return {name: tensor if units[name] == 1 else tensor * units[name] for name, tensor in stored.items()}
+        scales = {name: self.stored_in.get(name, 1.0) for name in stored}
+        return {name: tensor if scales[name] == 1 else tensor * scales[name] for name, tensor in stored.items()}
 
     def matrix(self) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32."""
@@ -366,7 +366,7 @@ class Connection(Watched):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        """Load weights, converting files' units to those in which weights are stored here.
+        """Load weights, converted from the scales of the file to those used here.
 
         If the state dict is a plain model's, the weights stay as they are, and a warning is logged.
         """
@@ -400,16 +400,16 @@ class Connection(Watched):
 
     @torch.no_grad()
     def convert_from(self, recipe: dict[str, Any]) -> None:
-        """Convert the units of weights that were copied here unchanged from a file with this recipe."""
+        """Convert the scales of weights that were copied here unchanged from a file with this recipe."""
         for name, ratio in self._ratios(recipe).items():
             self.get_parameter(name).mul_(ratio)
 
     def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
-        """The factors other than 1 that convert weights of a file with this recipe to the units used here."""
+        """The factors other than 1 that convert weights of a file with this recipe to the scales used here."""
         before = _scales_in(recipe)
-        ratios = {name: before.get(self.weight_of(name), 1.0) / unit for name, unit in self.stored_in.items()}
+        ratios = {name: before.get(self.weight_of(name), 1.0) / scale for name, scale in self.stored_in.items()}
         if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # the weights would vanish or overflow
-            raise RewireError(f"the recipe among the weights is damaged: units {before}, here {self.stored_in}.")
+            raise RewireError(f"the recipe among the weights is damaged: scales {before}, here {self.stored_in}.")
         return {name: ratio for name, ratio in ratios.items() if ratio != 1}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -548,7 +548,7 @@ def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def _scales_in(recipe: Any) -> dict[str, float]:
-    """The units in which weights with this recipe are stored; files of old versions have none."""
+    """The scales of weights in a file with this recipe; files of old versions have none."""
     scales = recipe.get("scales", {})
     if not isinstance(scales, dict) or not all(isinstance(unit, float) and 0 < unit < inf for unit in scales.values()):
         raise RewireError(f"the recipe among the weights is damaged: scales {scales!r}.")

@@ -253,7 +253,7 @@ class Depth:
         return [live.trunk for x, live in outputs if any(x is part for part in parts)]
 
     def _check_ended(self, live: Live, function: Callable[..., Any], ended: bool) -> None:
-        """Raise OutOfOrder if a stream went into a function, neither came back nor ended there."""
+        """Raise OutOfOrder if a stream that went into a function neither came back nor ended there."""
         if not ended:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "

@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def recurrence(self) -> Recurrence:
-        """The topology as a `Recurrence`, which topologies are whose sums may become states or wait for a norm."""
+        """The topology as a `Recurrence`; only asked for where a sum becomes a state or waits for a norm."""
         recurrence = as_recurrence(self.topology)
         assert recurrence is not None
         return recurrence

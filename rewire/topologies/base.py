@@ -169,11 +169,11 @@ class Topology(ABC, Generic[W]):
         """
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """The unit in which each learned weight is stored, by name; missing names have unit 1.
+        """The scale by which each stored weight is divided, by name; missing names have scale 1.
 
-        A `Connection` stores ``value / unit``; `parameters` and `weights` use values. Training loops usually clip the
-        gradients of all parameters by one norm. A unit below 1 scales the weight's gradient down, so that connections
-        do not dominate that norm; `rewire.parameter_groups` raises the learning rate in return.
+        A `Connection` stores ``value / scale``; `parameters` and `weights` use values. Training loops usually clip the
+        gradients of all parameters by one norm. A scale below 1 makes the weight's gradient smaller, so that
+        connections do not dominate that norm; `rewire.parameter_groups` raises the learning rate in return.
         """
         of_vectors = dict.fromkeys(self.of_vectors, OF_STATES * (dims.width or 1) ** -0.5)
         return dict.fromkeys(self.of_states, OF_STATES) | of_vectors

@@ -11,15 +11,15 @@ Block AttnRes (arXiv 2603.15031), in two forms:
 - In topologies that mix states, a group's source is its last state, ``x_{jS}``: read t mixes the states of
   ``K_t = {0, S, 2S, .. < t}`` and the newest, ``x_{t-1}``.
 
-The two are equivalent. A state is already a sum: in the plain residual network ``x_{jS} = x_0 + g_1 + .. + g_j``, so
+Both are the same choice. A state is already a sum: in the plain residual network ``x_{jS} = x_0 + g_1 + .. + g_j``, so
 mixes of the ``x_{jS}`` are mixes of ``x_0`` and the ``g_j``, and no unit's increment is lost. Taking every S-th
 increment would lose the others; sums of states would count increments of early units S times. Every unit still has its
 own mix, and S = 1 means no groups.
 
 With ``units=`` and ``sources=`` only some units read a mix, and only of some sources (see `wiring`). All other units
-are connected as in the plain network, and only sources that a later read mixes are held. The newest state is always a
-source. Increments that are not named form one source, their sum, so that a read still gets all increments, each with a
-weight.
+are connected as in the plain network, and only sources that a later read mixes are held. If sources are states, the
+newest is always one. If they are increments, those that are not named form one source, their sum, so that a read still
+gets all increments, each with a weight.
 """
 
 from __future__ import annotations
