@@ -74,7 +74,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
             by_dispatcher = listened()
             try:
                 return operator(*args) if by_dispatcher else function(*args)
-            except WithoutMemory:  # the dispatcher waits for such tensors
+            except WithoutMemory:  # the dispatcher unwraps such tensors
                 if by_dispatcher:
                     raise
                 return operator(*args)

@@ -83,7 +83,7 @@ class _Reading(NamedTuple):
 class FewHistory(History):
     """The sources that later reads mix; during a unit's read, those that it mixes.
 
-    The topology holds the newest state (the sum of all increments) separately.
+    The topology holds the newest state, or the sum of all increments, separately.
 
     Attributes:
         reading: during a unit's read, the newest state and all held sources.
