@@ -1,31 +1,31 @@
-"""Names of what rewire puts on modules, classes and tensors of others; docs/architecture.md has them in a table."""
+"""Names of the attributes that rewire sets on others' modules, classes and tensors; docs/architecture.md lists them."""
 
 from __future__ import annotations
 
-#: The child, on the module that owns a trunk, that holds the connections of its trunks; on a norm, its copies.
+#: The child module that holds the connections of a module's trunks; on a norm, the norm's copies.
 CONNECTIONS = "depth_connections"
-#: What the text of an edited function talks to: attribute of the module that has the function.
+#: The gate of a module's edited forward, which the edited text calls.
 GATE = "_depth"
-#: Paths of norms below an edited module that follow a read, and why one cannot be fused.
+#: On edited modules: the paths of norms that follow a read, each with the reason if it cannot be fused.
 NORMS = "_depth_norms"
 #: On generated classes, what was edited: name -> `Edited`.
 EDITED = "_rewire_edited"
-#: On generated classes, that equal modules have the same one.
+#: On generated classes: whether equal modules share the class.
 SHARED = "_rewire_shared"
-#: On modules that were found to be norms, of which kind.
+#: On modules that were found to be norms: the kind of norm.
 NORM = "_rewire_norm"
-#: On stand-ins for modules, the module, and the tracer that sees their calls.
+#: On stand-ins for modules: the module, and the tracer that records their calls.
 MODULE, TRACER = "_rewire_module", "_rewire_tracer"
-#: On topologies, and classes of them, the name by which they are registered.
+#: On topologies and their classes: the name under which they are registered.
 REGISTERED_NAME = "_registered_name"
-#: On parameters of connections, for those who decide by it what optimisers decay, as in S4's and Mamba's.
+#: On connection weights: S4's and Mamba's training code exempts parameters with this attribute from weight decay.
 NO_WEIGHT_DECAY = "_no_weight_decay"
-#: On the memory of tensors that backward makes again: how, their dtype, and how often they had been written to.
+#: On the storage of tensors that backward recomputes: how to, their dtype, and their version counter.
 RECIPE = "_rewire_recipe"
-#: On hooks that want streams as they are, not the tensors that they stand for.
+#: On hooks that take streams themselves, instead of the tensors that these stand for.
 TAKES_STREAMS = "takes_streams"
 
 
 def gate_of(function: str) -> str:
-    """The attribute that holds the gate of a function of a module."""
+    """Name of the attribute that holds the gate of a module's function."""
     return GATE if function == "forward" else f"{GATE}_{function}"

@@ -1,4 +1,4 @@
-"""rewire.compile: the passes, one after the other."""
+"""`rewire.compile` and `rewire.inspect`: they run the passes in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ log = logging.getLogger("rewire")
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What a call of `compile` asks for, as its arguments say; `topologies` are by trunk, "" for all."""
+    """The checked arguments of one call of `compile`; `topologies` are by trunk name, "" for all trunks."""
 
     topologies: Mapping[str, Topology]
     granularity: Literal["auto", "block", "sublayer"] = "auto"
@@ -62,18 +62,18 @@ class _Wanted:
 def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "continue") -> Report:
     """Find the residual streams of ``model`` without changing it.
 
-    It is traced. Where that leaves doubts and the pattern registry knows inputs, copies are run on them: on the meta
-    device, where nothing is computed, else on the model's own.
+    The model is traced. If the trace is inconclusive and the pattern registry knows inputs for the model, copies of it
+    are run on these: on the meta device, which computes nothing, or else on the model's device.
 
     Args:
         model: any module; parameters may be on the meta device.
-        example_inputs: if given (tuple of args, dict of kwargs, a pair of both, or one tensor), the model is rewired
-            with plain residual connections and run on them, and the report says where that failed.
+        example_inputs: a tuple of args, a dict of kwargs, a pair of both, or one tensor. If given, a copy is rewired
+            with plain residual connections and run on them, and the report says what failed.
         loop: as for `rewire.compile`.
 
     Returns:
         A report with ``.trunks``, ``.left`` (what was left alone, where and why) and ``.dropped`` (layer dropping),
-        which prints as a table. Of a rewired model it is what `compile` found; with inputs it shows the plain one.
+        which prints as a table. For a rewired model it is the report of `compile`; with inputs, of the plain model.
 
     Example:
         >>> report = rewire.inspect(model)
@@ -98,7 +98,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
     except RewireError as error:
         if example_inputs is None:
             raise
-        # it does not run on them: what a trace shows
+        # the model does not run on the inputs: report what a trace finds
         return _with_reason(find(without_inputs(model), restart=restart).report, error)
     if found.trunks:
         try:
@@ -109,7 +109,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
                 check_not_cut(model, found.trunks.values())
                 _rewired(model, prepared, found, _Wanted({"": Residual()}))
         except EditError:
-            pass  # what was left alone says so
+            pass  # the report's `left` says so
         except RewireError as error:
             return _with_reason(found.report, error)
     return found.report
@@ -136,41 +136,41 @@ def compile(
     """Replace the fixed residual connections of ``model`` by learned depth connections.
 
     Args:
-        model: any module, on any device (meta, too). It keeps behaving as before; its parameters are shared.
-        topology: a name (`rewire.list_topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
-            trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
-            Trunks that the dict does not name are left as they are.
+        model: any module, on any device, including meta. It is not changed; the rewired model shares its parameters.
+        topology: a name (`rewire.list_topologies` lists them) or a `Topology` object. To give trunks different
+            topologies, a dict of these: each key is the name of a trunk or a part of its path (``"encoder"``), and
+            trunks without a key are left as they are.
         init: an initialiser or its name (`rewire.list_initializers` lists them), with options as in
-            ``"scaled:branch=4"``: the rewired model gets weights of its own, with new values (see `rewire.initialize`);
-            validation comes before. None keeps the weights. On the meta device nothing is initialised, and a warning is
-            logged: after ``to_empty`` call ``reset_parameters`` of all modules that have it, and `rewire.initialize`.
+            ``"scaled:branch=4"``. The rewired model then gets its own parameters with new values, after validation (see
+            `rewire.initialize`). None keeps the weights. On the meta device nothing is initialised, and a warning is
+            logged: after ``to_empty``, call ``reset_parameters`` of all modules that have it, then `rewire.initialize`.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
-            what the topology's paper does (``"auto"``).
+            whatever the topology's paper connects (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
-        loop: of blocks that run several times: ``"continue"``: their passes are one trunk, and run as often as when the
-            model was rewired; those whose state the model makes anew are trunks of their own. ``"restart"``: all are,
-            with the same weights, and there may be any number of them.
-        example_inputs: what copies of the model are run on, to find its residual adds and to validate: a tuple of args,
-            a dict of kwargs, a pair of both, or one tensor. Without it, inputs that the pattern registry knows how to
-            make are used; where it knows none, the model is traced, and a warning is logged.
+        loop: how to treat blocks that run several times. ``"continue"``: all passes form one trunk, and their number is
+            fixed; passes that start from a new state are trunks of their own. ``"restart"``: the stream begins
+            anew in each pass, all passes share one set of connection weights, and their number may vary.
+        example_inputs: inputs on which copies of the model are run, to find its residual adds and to validate: a tuple
+            of args, a dict of kwargs, a pair of both, or one tensor. By default the pattern registry makes inputs;
+            if it cannot, the model is only traced, and a warning is logged.
         trunks: names of the trunks to rewire (`rewire.inspect` shows them); default: all.
-        validate: compare outputs, gradients and graphs with the original's before returning. With a start that is not
-            the original network, the same rewrite is compared with plain residual connections in it. On the meta device
-            a small model of the same classes takes the model's place, where the registry can make one; the log says so.
+        validate: compare outputs, gradients and graphs with the original's before returning. If the start is not the
+            original network, the same rewrite is compared with plain residual connections in it. On the meta device a
+            small model of the same classes is validated instead, if the registry can make one; the log says so.
         options: options of the named topology.
 
     Returns:
-        A model of the same class with the same parameters and state-dict keys, plus the connection weights: children
-        named ``depth_connections``.
+        A model of the same class, or a generated subclass of it, with the same parameters and state-dict keys, plus
+        the connection weights, in children named ``depth_connections``.
 
     Raises:
         NoResidualAdds: nothing to rewire was found; the message lists the adds that were left alone.
-        UnknownName: no such topology, initialiser or trunk; near names are given.
-        TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
-        RewireError: the initialiser has no meaning for this model; or it is one stage of a pipeline.
+        UnknownName: no such topology, initialiser or trunk; the message suggests similar names.
+        TypeError, ValueError: an argument has a wrong type or value; two keys of the dict match one trunk.
+        RewireError: the initialiser does not apply to this model, or the model is one stage of a pipeline.
         AlreadyRewired, AlreadyConnected, WrappedModel: the model cannot be rewired as it is.
         UnsupportedTopology: the topology does not fit a trunk, or has no such start.
-        WidthMismatch: a trunk's states have different widths.
+        WidthMismatch: the states of a trunk have different widths.
         BadExampleInputs: the original does not run on the example inputs.
         ValidationMismatch: the rewritten model differs from the original.
 
@@ -205,14 +205,14 @@ def compile(
         check_not_cut(model, found.trunks.values())
     rewired = _rewired(model, prepared, found, _Wanted(topologies, granularity, start, loop, validate))
     made = rewired if initializer is None else _initialized(rewired, initializer)
-    return cast("M", made)  # its class is one that is derived from the model's
+    return cast("M", made)  # its class is derived from the model's
 
 
 def check_named(topology: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is wrong by itself in a topology's name and options, settings of `compile` among them.
+    """Check a topology's name and options, including arguments of `compile`, without a model.
 
     Raises:
-        UnknownName, TypeError, ValueError: as `compile`.
+        UnknownName, TypeError, ValueError: as for `compile`.
     """
     settings = ("granularity", "init", "loop", "start")
     make_topology(topology, {name: value for name, value in options.items() if name not in settings})
@@ -222,7 +222,7 @@ def check_named(topology: str, options: Mapping[str, Any]) -> None:
 
 
 def _rewired(model: nn.Module, prepared: Prepared, found: Found, wanted: _Wanted) -> nn.Module:
-    """The prepared copy with connections in it, compared with the model if that is wanted."""
+    """The prepared copy with connections in it, validated against the model if that is wanted."""
     with _naming_trunks(found.trunks):
         layouts = choose(list(found.trunks.values()), wanted.topologies, wanted.granularity)
         with timed(logs.rewrite, f"rewrote {prepared.name}"):
@@ -241,14 +241,14 @@ def _rewired(model: nn.Module, prepared: Prepared, found: Found, wanted: _Wanted
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, what a model compiles by itself, helpers say, runs as Python, which shows what it does."""
-    compiles = "torch._dynamo" in sys.modules  # which takes seconds to import
+    """A context in which functions that the model itself compiles run as Python, so that they can be traced."""
+    compiles = "torch._dynamo" in sys.modules  # importing it takes seconds
     return uncompiled() if compiles else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
-    """Errors about one trunk of several say which others there are."""
+    """A context that adds the names of the other trunks to errors about one of several."""
     try:
         yield
     except (EditError, OutOfOrder, UnsupportedCall, UnsupportedTopology, ValidationMismatch, WidthMismatch) as error:
@@ -259,7 +259,7 @@ def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
 
 
 def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
-    """A copy with weights of its own, initialised: the caller's model keeps its values."""
+    """A copy with its own, newly initialised parameters: the caller's model keeps its values."""
     rewired = copy.deepcopy(rewired)
     report, name = initialize(rewired, initializer), type(rewired).__name__
     if report.deferred:
@@ -270,7 +270,7 @@ def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
 
 
 def _validate_twin(model: nn.Module, patterns: list[Pattern], wanted: _Wanted) -> None:
-    """In place of a model on the meta device, rewire and validate a small real one of the same classes."""
+    """Rewire and validate a small real model of the same classes, in place of one on the meta device."""
     name, make = type(model).__name__, first_given(patterns, "twin")
     if make is None:
         log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
@@ -278,7 +278,7 @@ def _validate_twin(model: nn.Module, patterns: list[Pattern], wanted: _Wanted) -
     try:
         twin = make(model)
         compare(twin, twin, inputs_for(twin, patterns, None), STARTS)
-    except Exception as error:  # what is made up need not work
+    except Exception as error:  # a made-up configuration need not work
         log.warning(
             "%s was rewired but not validated: its parameters are on the meta device, and a small model with its "
             "config does not run: %s",

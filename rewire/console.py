@@ -1,4 +1,4 @@
-"""What people see: reports as tables, in terminals and notebooks, and a bar for what takes longer than a moment."""
+"""Output for people: reports as tables, in terminals and notebooks, and progress bars for long steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
-#: Seconds after which a bar appears.
+#: Seconds after which a progress bar appears.
 DELAY = 2.0
-_EVERY = 0.2  # seconds, a bar in a notebook is drawn anew
+_EVERY = 0.2  # seconds between two updates of a bar in a notebook
 
-_WIDTH = 120  # of tables as text
+_WIDTH = 120  # columns of tables as text
 
-#: One for all bars: rich shows those of the same console, of a study and of a validation in it, below each other.
+#: Shared by all bars: rich stacks the bars of one console, such as those of a study and of a validation in it.
 stderr = Console(stderr=True)
 
 
 class Shown:
-    """What `print`, rich and notebooks show as tables; subclasses say in `shown` which."""
+    """Base of objects that `print`, rich and notebooks show as tables, those that `shown` returns."""
 
     def shown(self) -> Iterable[RenderableType]:
         """Lines and tables, one below the other."""
@@ -38,7 +38,7 @@ class Shown:
 
     def __str__(self) -> str:
         file = io.StringIO()
-        # Plain text, wherever this is called: rich would look for colours it may use, and display in a notebook.
+        # Plain text everywhere: otherwise rich would add colours in terminals, and display the table in notebooks.
         Console(file=file, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False).print(self)
         return file.getvalue()
 
@@ -47,7 +47,7 @@ class Shown:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
-    """A table, whose cells are shown as they are: what is in brackets, too."""
+    """A table whose cells are shown literally: rich does not take brackets for markup."""
     made = Table(*titles, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         made.add_row(*(Text(str(cell)) for cell in row))
@@ -62,25 +62,25 @@ def _html(shown: Any, **settings: Any) -> str:
 
 
 def watched() -> bool:
-    """Whether somebody looks at a bar: on a terminal, or in a notebook. Of several processes, one."""
+    """Whether this process shows progress bars: on a terminal or in a notebook, and only one of several ranks."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return False
     return stderr.is_jupyter or (sys.stderr is not None and sys.stderr.isatty() and stderr.is_interactive)
 
 
 def say(line: str) -> None:
-    """A line on stderr about what has ended, where nobody watches a bar; of several processes, from one."""
+    """Print a line on stderr about a finished step, where no bar is shown; only one of several ranks does."""
     if not watched() and os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress(what: str, steps: int | None = None) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if the block takes longer than `DELAY`, and if it is `watched`; it is gone when the block ends.
+    """A progress bar on stderr, shown after `DELAY` seconds if it is `watched`, and removed when the block ends.
 
     Args:
-        what: stands before the bar.
-        steps: how often what this returns is called; None: that is not known.
+        what: label of the bar.
+        steps: number of calls of the yielded function; None if unknown.
     """
     bar = bars(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     task = bar.add_task(what, total=steps)
@@ -89,7 +89,7 @@ def progress(what: str, steps: int | None = None) -> Iterator[Callable[[], None]
 
 
 def bars(*columns: ProgressColumn) -> Progress:
-    """Bars for `drawn`. What is printed meanwhile goes where it always goes: stdout may be a file."""
+    """Bars for `drawn`. They do not redirect what is printed meanwhile: stdout may be a file."""
     return Progress(*columns, console=stderr, transient=True, redirect_stdout=False)
 
 
@@ -117,7 +117,7 @@ def _on_terminal(shown: Progress, delay: float, ended: threading.Event) -> None:
 
 
 def _in_notebook(shown: Progress, delay: float, ended: threading.Event) -> None:
-    """Show progress in an output of its own. Rich would need ipywidgets, and erase what others print meanwhile."""
+    """Show progress in a notebook output of its own: rich would need ipywidgets, and erase what others print."""
     from IPython.display import display
 
     if ended.wait(delay):

@@ -1,7 +1,7 @@
 """Conventions of PyTorch models: what their parts are called, and which modules are norms and linear maps.
 
-Structure tells most of a network. What it does not tell is told by names: all of them are here, each with models that
-use it. Finding, initialisers, separate queries, keys and values, and the flat graphs of torch.compile share them.
+Most of a network can be read from its structure. For the rest, rewire relies on names: all of them are here, each with
+models that use it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rewire.mixes.norms import recognise
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
-# What branches are.
+# Kinds of branches.
 
-#: Kind of a branch -> paths and classes of the modules in it. The first that fits counts.
+#: Kind of a branch -> pattern for the paths and classes of the modules in it. The first match counts.
 BRANCHES = {
     # crossattention (BERT), encoder_attn (BART), EncDecAttention (T5), multihead_attn (nn.TransformerDecoderLayer)
     "cross-attention": re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt|multihead_attn|_mha_block", re.I),
@@ -33,7 +33,7 @@ BRANCHES = {
         r"mlp|ffn|ff\b|feed_?forward|moe|expert|fc\d?\b|intermediate|_ff_block|densere|linear\d?\b", re.I
     ),
 }
-#: Modules that add positions to the stream, and are no branches: pos_embed (ViT), embed_positions (BART), ppeg
+#: Modules that add positions to the stream and are not branches: pos_embed (ViT), embed_positions (BART), ppeg
 #: (TransMIL), peg (Twins), cpe (DaViT), pos_conv_embed (wav2vec 2.0). Not pos_ffn (SpeechBrain), a feed-forward.
 POSITIONAL = re.compile(
     r"^(?!.*(ffn|feed_?forward|mlp|wise)).*?(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)"
@@ -43,7 +43,7 @@ POSITIONAL = re.compile(
 
 # Projections of attentions.
 
-#: Queries, keys and values apart.
+#: Names of separate query, key and value projections.
 QKV = (
     ("q_proj", "k_proj", "v_proj"),  # Llama, OPT, BART
     ("query", "key", "value"),  # BERT, ViT
@@ -57,7 +57,7 @@ QKV = (
 #: query_key_value (BLOOM, GPT-NeoX).
 FUSED_QKV = re.compile(r"qkv|(^|_)(c_attn|in_proj|query_key_value)(_|$)", re.I)
 
-# What single weights are: names of parameters, from the model's root.
+# Roles of single weights, by the names of parameters from the model's root.
 
 #: The last layer of a branch: o_proj and down_proj (Llama), c_proj (GPT-2), fc2 (BART, timm), w2 (Meta's Llama),
 #: dense_4h_to_h (BLOOM), lin2 (DistilBERT), to_out (diffusers), output.dense (BERT).
@@ -70,21 +70,21 @@ LAST_LAYER = re.compile(
 OUTPUT_LAYER = re.compile(
     r"(^|\.)(\w*head|classifier|score|qa_outputs|proj_out\w*|fc|out|output|tail|logits|to_logits)(\.|$)", re.I
 )
-#: Embeddings that are parameters of their own: cls_token and pos_embed (ViT), relative_position_bias_table (Swin),
+#: Embeddings that are bare parameters: cls_token and pos_embed (ViT), relative_position_bias_table (Swin),
 #: latents (Perceiver), queries (Q-Former).
 EMBEDDING_TABLE = re.compile(r"embed|token|(^|[._])pos|position|table|latents|queries", re.I)
-#: Scores of the experts of a mixture: mlp.gate (Mixtral, Qwen3-MoE), mlp.router (gpt-oss), gate.wg (Hunyuan).
+#: Routers of mixtures of experts: mlp.gate (Mixtral, Qwen3-MoE), mlp.router (gpt-oss), gate.wg (Hunyuan).
 ROUTER = re.compile(r"(^|\.)(gate|router|wg)(\.|$)", re.I)
 #: The experts, stacked in one parameter or not: mlp.experts.gate_up_proj (Mixtral), GptOssExperts.
 EXPERTS = re.compile("expert", re.I)
-#: Gate and what it gates, in one weight of stacked experts: gate_up_proj (Mixtral, gpt-oss).
+#: Gate and up projections in one weight of stacked experts: gate_up_proj (Mixtral, gpt-oss).
 FUSED_GATE = re.compile("gate_up")
-#: What computes scales and shifts from a condition: adaLN_modulation (DiT), img_modulation (HunyuanVideo), film.
+#: Layers that compute scales and shifts from a condition: adaLN_modulation (DiT), img_modulation (HunyuanVideo), film.
 MODULATION = re.compile(r"ada_?ln|modulation|film", re.I)
 
-# What classes and functions are.
+# Kinds of classes and functions.
 
-#: Classes whose ``weight`` is [out, in] and which are no nn.Linear: MixtralTopKRouter, DeepseekV3TopkRouter, MoEGate,
+#: Classes other than nn.Linear whose ``weight`` is [out, in]: MixtralTopKRouter, DeepseekV3TopkRouter, MoEGate,
 #: FalconLinear.
 LINEAR_CLASS = re.compile("router|gate|linear", re.I)
 #: Functions and modules that do not map zero to zero: gates (sigmoid), weights that sum to one (softmax), masks.
@@ -95,10 +95,10 @@ _ADAPTIVE_NORM = re.compile(r"Ada\w*Norm|Ada(ptive|Group|Layer|RMS)")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises, and holds nothing but gains and shifts.
+    """Whether ``module`` normalises, and has no other parameters than gains and shifts.
 
-    Either its class says so (nn.GroupNorm, ConvNextLayerNorm), or it computes an RMSNorm or a LayerNorm, whatever it is
-    called (`rewire.mixes.norms`).
+    Either the name of its class says so (nn.GroupNorm, ConvNextLayerNorm), or its forward computes an RMSNorm or a
+    LayerNorm, whatever its name (`rewire.mixes.norms`).
     """
     if NORM.search(type(module).__name__):
         return not matrices(module)

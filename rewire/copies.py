@@ -1,4 +1,4 @@
-"""Copies of a model: modules of their own around the caller's tensors."""
+"""Copies of a model: new modules around the caller's tensors."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
 
-#: What a model is called with.
+#: The positional and keyword arguments of a model's call.
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: Types whose values are their own copies.
+#: Types whose values need not be copied.
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
-#: Threads that rewire share torch's random state.
+#: Only one thread at a time may draw: torch's random state is shared by all threads.
 _ONE_AT_A_TIME = threading.RLock()
-#: And whether it compiles: what puts that back, when the last one of those that run models uncompiled has ended.
+#: torch.compile's switch is shared, too: when the last thread that runs models uncompiled ends, the stack restores it.
 _SETTING, _BEFORE = threading.Lock(), contextlib.ExitStack()
 _UNCOMPILED: list[None] = []
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function make models that can be trained, also where it is called in `torch.inference_mode`."""
+    """Decorator: run a function outside of `torch.inference_mode`, so that the models it makes can be trained."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +58,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_can_be_trained(model: nn.Module) -> None:
-    """Raise RewireError if a tensor was made in `torch.inference_mode`: torch keeps gradients from such for good."""
+    """Raise RewireError if a tensor was made in `torch.inference_mode`: such a tensor can never have gradients."""
     if any(not is_lazy(tensor) and tensor.is_inference() for tensor in _tensors_in([*model.modules()])):
         name = next(name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference())
         raise RewireError(
@@ -76,13 +76,13 @@ def shared(model: M) -> M:
 
 
 def private(model: M, device: str | None = None) -> M:
-    """A copy that can be run without leaving a trace in ``model``.
+    """A copy that can be run without any effect on ``model``.
 
-    Parameters are leaves of their own around the same memory: gradients stay with the copy. Buffers are copies.
+    Its parameters are new leaves that share memory with the model's: gradients stay with the copy. Buffers are copied.
 
     Args:
         model: a module.
-        device: of the copy's tensors, if it is another one.
+        device: device of the copy's tensors; None: the model's.
     """
     check_can_be_trained(model)
     modules = [*model.modules()]
@@ -100,12 +100,12 @@ def private(model: M, device: str | None = None) -> M:
 
 
 def _is_special(parameter: nn.Parameter) -> bool:
-    """Whether its class is one that derives from nn.Parameter: quantised weights (bitsandbytes) with attributes."""
+    """Whether its class derives from nn.Parameter, as quantised weights with attributes do (bitsandbytes)."""
     return nn.Parameter in type(parameter).__mro__[1:] and not is_lazy(parameter)
 
 
 def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter around the same memory, with attributes of its own: some change when a layer is first called."""
+    """A parameter around the same memory, with its own attributes: some change when a layer is first called."""
     made = same_memory(parameter)
     for name, value in vars(parameter).items():
         vars(made)[name] = value if isinstance(value, (Tensor, nn.Module)) else copy.copy(value)
@@ -113,7 +113,7 @@ def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
-    """A deep copy, functions that hold modules in their closures included."""
+    """A deep copy, including functions whose closures hold modules."""
     if any(map(is_lazy, _tensors_in(modules))):
         name = next(name for name, tensor in _tensors_of(model) if is_lazy(tensor))
         raise RewireError(
@@ -127,12 +127,12 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             for name, value in vars(module).items():
                 if (
                     type(value) is OrderedDict and not value
-                ):  # hooks it does not have: these would take most of the time
+                ):  # tables of hooks that are empty: copying them would take most of the time
                     memo[id(value)] = OrderedDict()
                 elif isinstance(value, FunctionType) and value.__closure__:
                     bound.append((module, name, value))
                 elif type(value) not in _CONSTANTS and not name.startswith("_"):
-                    # hidden states of its last call, which cannot be copied: their values
+                    # hidden states of its last call, which deepcopy refuses: copy their values
                     hidden = (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not x.is_leaf)
                     memo |= {id(tensor): tensor.detach().clone() for tensor in hidden if id(tensor) not in memo}
         plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
@@ -155,9 +155,9 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
 
 
 def _is_plain(cls: type[nn.Module]) -> bool:
-    """Whether `copy.deepcopy` would copy the attributes of these modules, and nothing else: so they are here, faster.
+    """Whether `copy.deepcopy` would only copy the attributes of such modules, which is done here, faster.
 
-    Each is made before any is filled, where `copy.deepcopy` goes through all that a module holds.
+    All modules are made before any is filled, whereas `copy.deepcopy` recurses into everything that a module holds.
     """
     slots = any("__slots__" in vars(base) for base in cls.__mro__)
     own = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -187,7 +187,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
-    """A copy of example inputs, on another device if one is given: a model may write to them."""
+    """A copy of example inputs, since a model may write to them; on another device if one is given."""
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """While it lasts, torch.compile runs models as Python, in all threads: that is one setting of torch."""
+    """A context in which torch.compile runs models as Python, in all threads: torch has one switch for all of them."""
     with _SETTING:
         if not _UNCOMPILED:
             _BEFORE.enter_context(torch.compiler.set_stance("force_eager"))
@@ -217,7 +217,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int, model: nn.Module) -> Iterator[None]:
-    """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if none had been drawn."""
+    """A context that seeds torch, ``random`` and NumPy, and restores the state of all three when it ends."""
     devices = {t.device for t in _tensors_in([*model.modules()]) if t.device.type not in ("cpu", "meta")}
     numpy: Any = sys.modules.get("numpy")
     with contextlib.ExitStack() as stack:
@@ -243,9 +243,9 @@ def seeded(seed: int, model: nn.Module) -> Iterator[None]:
 
 
 class ByPlace(TorchDispatchMode):
-    """Draws random numbers in the order of a tensor's elements, where PyTorch draws them in that of its memory.
+    """Draws random numbers in the order of a tensor's elements; PyTorch draws them in the order of its memory.
 
-    So two models have the same dropout masks where their activations have different strides.
+    This gives two models the same dropout masks even if their activations have different strides.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

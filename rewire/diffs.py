@@ -1,4 +1,4 @@
-"""What rewiring changed in the user's text: `rewire.source` of a block, `rewire.diff` of all files."""
+"""What rewiring changed in the user's source: `rewire.source` for one block, `rewire.diff` for all files."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rewire.passes.editing.apply import is_opened
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.runtime.connection import connections, learned_connections
 
-#: A difference as difflib gives it: its kind, and the ranges of old and of new lines.
+#: One of difflib's opcodes: the kind of difference, and the ranges of old and of new lines.
 Opcode: TypeAlias = tuple[str, int, int, int, int]
 
 
 def diff(model: nn.Module) -> str:
-    """All that rewiring changed in the text of a rewired model, as one unified diff of the files that it stands in.
+    """A unified diff of everything that rewiring changed in the source files of a rewired model.
 
-    Behind the ``@@`` of each hunk stand the modules that run what it shows. Where modules got different texts of one
-    function, its file has several diffs, and each applies to the file as it is. The files themselves stay as they are:
-    the changed functions run in this model only.
+    The ``@@`` line of each hunk names the modules that run the changed code. If one function was changed differently
+    for different modules, its file has several diffs, each against the file as it is. The files themselves are not
+    changed: only this model runs the changed functions.
 
     Args:
         model: a rewired model.
 
     Returns:
-        Files in the order of the model's modules; paths are relative to the current directory for files in it, else
-        to ``site-packages``, else absolute.
+        The diff, with files in the order of the model's modules. Their paths are relative to the current directory or
+        to ``site-packages`` if they are below one of these, else absolute.
 
     Raises:
         RewireError: the model was not rewired, or a file has changed since.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
 
     Example:
         >>> print(rewire.diff(rewired))  # doctest: +ELLIPSIS
@@ -54,11 +54,11 @@ def diff(model: nn.Module) -> str:
 
 
 def source(model: nn.Module, path: str) -> str:
-    """The edited forward of the block at ``path`` of a rewired model, and the edited functions that it calls.
+    """The source of the edited forward of the block at ``path``, and of the edited functions that it calls.
 
     Raises:
         UnknownName: there is no module at that path.
-        RewireError: that module was not rewritten.
+        RewireError: that module was not edited.
 
     Example:
         >>> print(rewire.source(rewired, "blocks.0"))
@@ -85,7 +85,7 @@ def source(model: nn.Module, path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Rewritten:
-    """A function with one of its new texts, and the paths of the modules that run it."""
+    """A function with one of its edited sources, and the paths of the modules that run it."""
 
     text: Text
     source: str
@@ -93,7 +93,7 @@ class _Rewritten:
 
     @property
     def start(self) -> int:
-        """Index of its first line among those of the file."""
+        """Index of its first line in the file."""
         return self.text.first - 1
 
     @property
@@ -107,7 +107,7 @@ class _Rewritten:
 
 
 def _rewritten(model: nn.Module) -> Iterable[_Rewritten]:
-    """Each new text of each function once, in the order of the modules."""
+    """All different edited sources of all functions, in the order of the modules."""
     found: dict[tuple[str, int, str], _Rewritten] = {}
     for path, module in model.named_modules():
         for original, source in _edits(module):
@@ -117,7 +117,7 @@ def _rewritten(model: nn.Module) -> Iterable[_Rewritten]:
 
 
 def _edits(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
-    """The functions that ``module`` runs in an edited form, as they were, and their new texts."""
+    """The original functions of which ``module`` runs edited ones, each with its edited source."""
     if is_edited(module):
         for edited in edits_of(module).values():
             original = edited.original(original_class(module)).function
@@ -129,7 +129,7 @@ def _edits(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
 
 
 def _one_text_each(found: Sequence[_Rewritten]) -> list[list[_Rewritten]]:
-    """The texts of a file's functions in sets that go together: no function twice."""
+    """The edited functions of a file in groups, none of which has one function twice."""
     sets: list[dict[int, _Rewritten]] = []
     for rewritten in found:
         free = next((chosen for chosen in sets if rewritten.start not in chosen), None)
@@ -140,7 +140,7 @@ def _one_text_each(found: Sequence[_Rewritten]) -> list[list[_Rewritten]]:
 
 
 def _file_diff(file: str, chosen: Sequence[_Rewritten]) -> str:
-    """The diff of one file, in which each of the functions gets its new text."""
+    """The diff of one file in which the chosen functions are replaced by their edited sources."""
     linecache.checkcache(file)
     old = linecache.getlines(file)
     new = list(old)
@@ -156,7 +156,7 @@ def _file_diff(file: str, chosen: Sequence[_Rewritten]) -> str:
 
 
 def _hunk(group: Sequence[Opcode], old: list[str], new: list[str], chosen: Sequence[_Rewritten]) -> Iterator[str]:
-    """The lines of a hunk: of differences with less than seven equal lines between them."""
+    """The lines of one hunk: differences with fewer than seven equal lines between them."""
     (_, start, _, new_start, _), (_, _, end, _, new_end) = group[0], group[-1]
     changed = [at for tag, at, *_ in group if tag != "equal"]
     owners = [next(r for r in reversed(chosen) if r.start <= at) for at in changed]
@@ -171,7 +171,7 @@ def _hunk(group: Sequence[Opcode], old: list[str], new: list[str], chosen: Seque
 
 
 def _as_stored(file: str, lines: Sequence[str]) -> list[str]:
-    """Lines that Python has read, with the ends that they have in the file, so that the diff applies to it."""
+    """``lines`` with the line endings that the file has on disk, so that the diff applies to it."""
     path = Path(file)
     stored = path.read_bytes() if path.is_file() else b"\n"  # a notebook's cell is no file
     ended = [f"{line[:-1]}\r\n" for line in lines] if b"\r\n" in stored else list(lines)
@@ -181,10 +181,10 @@ def _as_stored(file: str, lines: Sequence[str]) -> list[str]:
 
 
 def _name(file: str) -> str:
-    """What stands behind the ``a`` and ``b`` of a diff's first lines."""
+    """The path that follows ``a`` and ``b`` in a diff's first lines."""
     path = Path(file).absolute()
     if path.is_relative_to(Path.cwd()):
         path = Path("/") / path.relative_to(Path.cwd())
     elif "site-packages" in path.parts:
         path = Path("/", *path.parts[path.parts.index("site-packages") + 1 :])
-    return path.as_posix() + "\t" * (" " in str(path))  # the tab says where a name with blanks ends
+    return path.as_posix() + "\t" * (" " in str(path))  # a tab marks the end of a name with blanks

@@ -27,7 +27,7 @@ class AlreadyConnected(RewireError):
 
 
 class WrappedModel(RewireError):
-    """The model is already sharded, wrapped, compiled or scripted: it has to be rewired before."""
+    """The model is already sharded, wrapped, compiled or scripted; it has to be rewired before that."""
 
 
 class UnsupportedTopology(RewireError):
@@ -51,14 +51,14 @@ class OutOfOrder(RewireError):
 
 
 class UnsupportedCall(RewireError):
-    """A rewritten block was called in a way that its forward was not rewritten for."""
+    """A rewired block was called in a way that rewiring does not support."""
 
 
 class TraceError(RewireError):
     """A module's forward could not be traced.
 
     Attributes:
-        place: the instruction at which that failed: a code object and the offset in it; None if it is not known.
+        place: the instruction that failed, as a code object and an offset in it; None if unknown.
     """
 
     def __init__(self, why: str, place: tuple[CodeType, int] | None = None) -> None:
@@ -67,22 +67,22 @@ class TraceError(RewireError):
 
 
 class EditError(RewireError):
-    """A forward cannot be edited: there is no source text for it, or an add is written in a way that is not known."""
+    """A forward cannot be edited: its source is not available, or it writes an add in an unknown form."""
 
 
 def with_notes(error: Exception) -> str:
-    """The message of an error, and what was added to it on its way."""
+    """The message of an error, followed by its notes."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Names like ``name``, to be appended to the message that it is unknown; a blank comes first."""
+    """A question that suggests names like ``name``, to append to an error message; it starts with a blank."""
     near = difflib.get_close_matches(name, list(known), n=3)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
-    """The error of a rewired ``model`` in which a trunk is not found again; ``then`` is what was to be done with it."""
+    """The error for a rewired ``model`` in which a trunk is not found again; ``then``: what was to be done with it."""
     return RewireError(
         f"trunk '{trunk}' is not where it was when {type(model).__name__} was rewired: undo what wraps the model "
         f"(merge adapters, say), and {then} it then."
@@ -90,25 +90,25 @@ def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError if an argument is of another type, naming the argument, and both types."""
+    """Raise TypeError, naming the argument and both types, if an argument has another type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}.")
 
 
 def check_positive(option: str, value: float | None, like: float, optional: bool = False) -> None:
-    """Raise ValueError if ``value`` is no positive number; ``optional``: None is allowed, too."""
+    """Raise ValueError if ``value`` is not a positive number; ``optional``: None is allowed, too."""
     if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
         raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")
 
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError if ``value`` is not one of those allowed."""
+    """Raise ValueError if ``value`` is not in ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
 
 
 def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:
-    """Raise ValueError if ``value`` is no whole number, or less than ``least``; ``optional``: None is allowed, too."""
+    """Raise ValueError if ``value`` is not an integer of at least ``least``; ``optional``: None is allowed, too."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -1,11 +1,11 @@
-"""Files that are written for users: each whole or not at all, whatever ends the process.
+"""Atomic writes of users' files: each is written whole or not at all, even if the process is killed.
 
-They are written into a new folder beside what they replace, and moved from there, each in one step. The folder's name
-is random, and it is made anew: nothing that lies in wait under a name is followed or overwritten.
+Files are first written into a new staging folder beside their destination, then moved, each in one step. The staging
+folder has a random name and must not exist before, so that no link planted under its name is followed.
 
-A process that is killed leaves its folder behind. The next one that writes there removes it, but never that of a
-process which still writes: those hold a lock on theirs, which ends with them. Locks are seen on one machine only, so
-that the name says which; folders of other machines are removed when nothing was added to them for a day.
+A killed process leaves its staging folder behind, and the next writer removes it. Running processes hold a lock on
+theirs, so that nobody else removes it. Locks are only visible on one machine, so the folder's name says which machine
+made it; folders of other machines are removed when nothing was added to them for a day.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rewire.errors import RewireError
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows: no locks, all folders are of another machine
+except ImportError:  # Windows: without locks, all folders count as another machine's
     fcntl = None
 
 _STAGE = re.compile(r"\.rewire-([0-9a-f]{8})-([0-9a-f]{8})")
@@ -42,17 +42,17 @@ _DAY = 24 * 60 * 60
 
 @contextlib.contextmanager
 def staged(folder: Path, last: str = "") -> Iterator[Path]:
-    """A new folder, whose files are moved to ``folder`` when the block ends well, and are gone otherwise.
+    """A new folder, whose files are moved to ``folder`` when the block succeeds, and deleted otherwise.
 
-    Other processes of this machine that stage files for ``folder`` move theirs before or after, not meanwhile. Ctrl-C
-    among the moves raises `KeyboardInterrupt` after the last of them.
+    Moves of several processes on this machine to one ``folder`` do not interleave. Ctrl-C during the moves raises
+    `KeyboardInterrupt` after the last of them.
 
     Args:
-        folder: that exists.
-        last: the file that is moved last, when all others are where they belong, on the disk.
+        folder: destination; it has to exist.
+        last: name of the file that is moved last, after all others have been flushed to disk.
 
     Raises:
-        RewireError: ``folder`` has a folder of the name of a file.
+        RewireError: ``folder`` has a subfolder with the name of a file.
     """
     _remove_abandoned(folder)
     stage, lock = _claimed(folder)
@@ -64,7 +64,7 @@ def staged(folder: Path, last: str = "") -> Iterator[Path]:
             try:
                 _move(stage, folder, last)
             except KeyboardInterrupt:
-                _move(stage, folder, last)  # what is left
+                _move(stage, folder, last)  # the rest
                 raise
     finally:
         try:
@@ -75,10 +75,10 @@ def staged(folder: Path, last: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of ``path`` when the block ends well.
+    """A path to write a file to, which replaces ``path`` when the block succeeds.
 
-    What is no file (``/dev/stdout``, a pipe) is written to as it is, and so is a file in a `staged` folder, which
-    nobody else sees. If ``path`` is a link to a file, that is replaced.
+    Anything but a regular file (``/dev/stdout``, a pipe) is written to directly, and so is a file in a `staged` folder,
+    which nobody else sees. If ``path`` is a link to a file, the file is replaced.
     """
     if _STAGE.fullmatch(Path(path).parent.name) or (os.path.lexists(path) and not os.path.isfile(path)):
         yield Path(path)
@@ -91,31 +91,31 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where there is none. Raises as `check_no_file`."""
+    """Make a folder and its parents if they do not exist. Raises as `check_no_file` does."""
     check_no_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_no_file(folder: Path) -> None:
-    """Raise RewireError if what should be a folder is a file."""
+    """Raise RewireError if ``folder`` is a file."""
     if folder.exists() and not folder.is_dir():
         raise RewireError(f"'{folder}' is a file: give a folder.")
 
 
 def token_of(stage: Path) -> str:
-    """What the name of a `staged` folder has, and no other, for names of files that are unlike all others'."""
+    """The random part of a `staged` folder's name, from which unique file names can be made."""
     found = _STAGE.fullmatch(stage.name)
     assert found is not None
     return found[1]
 
 
 def tokens(folder: Path) -> set[str]:
-    """Those of all that write to ``folder`` just now."""
+    """The tokens of all staging folders in ``folder``."""
     return {found[1] for path in folder.iterdir() if (found := _STAGE.fullmatch(path.name))}
 
 
 def _claimed(folder: Path) -> tuple[Path, int | None]:
-    """A new folder, and the lock on it."""
+    """A new staging folder, and the lock on it."""
     while True:
         stage = folder / f".rewire-{secrets.token_hex(4)}-{_machine()}"
         stage.mkdir(mode=0o700)
@@ -125,13 +125,13 @@ def _claimed(folder: Path) -> tuple[Path, int | None]:
             _lock(lock)
             if lock is None or os.path.samestat(os.stat(stage), os.fstat(lock)):
                 return stage, lock
-        _close(lock)  # another process took it for an abandoned one, before it was locked
+        _close(lock)  # another process removed it as abandoned before it was locked
 
 
 def _remove_abandoned(folder: Path) -> None:
     for stage in folder.glob(".rewire-*"):
         found = _STAGE.fullmatch(stage.name)
-        with contextlib.suppress(OSError):  # others remove it, too, or it is not ours to remove
+        with contextlib.suppress(OSError):  # another process removes it, too, or we may not
             if found and stage.is_dir() and not stage.is_symlink():
                 _remove_if_abandoned(stage, here=found[2] == _machine())
 
@@ -146,21 +146,21 @@ def _remove_if_abandoned(stage: Path, here: bool) -> None:
 
 
 def _is_abandoned(stage: Path, lock: int | None) -> bool:
-    """Whether no process writes there; ``lock``, if it is of this machine, is held from now on."""
+    """Whether no process writes there any more; takes ``lock``, None for another machine's folder, if so."""
     if lock is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             return False
-        except OSError:  # a file system that has no locks
+        except OSError:  # a file system without locks
             pass
     return time.time() - stage.stat().st_mtime > _DAY
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other process of this machine is in here with the same folder."""
+    """A context that only one process of this machine at a time can enter for a folder."""
     lock = _opened(folder)
     try:
         _lock(lock)
@@ -175,13 +175,13 @@ def _opened(folder: Path) -> int | None:
 
 def _lock(handle: int | None) -> None:
     if handle is not None:
-        with contextlib.suppress(OSError):  # of file systems that have none
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def _close(handle: int | None) -> None:
     if handle is not None:
-        with contextlib.suppress(OSError):  # explicitly: a process that was forked meanwhile has the handle, too
+        with contextlib.suppress(OSError):  # explicitly: a process forked meanwhile holds the handle, too
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
@@ -191,7 +191,7 @@ def _machine() -> str:
 
 
 def _move(stage: Path, folder: Path, last: str) -> None:
-    """Move what is in ``stage``; called again, what is left there."""
+    """Move the files in ``stage``; a second call moves those that are left."""
     names = sorted(os.listdir(stage), key=lambda name: name == last)
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -204,7 +204,7 @@ def _move(stage: Path, folder: Path, last: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until what was written is on disk."""
     if path.is_dir() and os.name == "nt":  # folders cannot be opened there
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -215,12 +215,12 @@ def _flush(path: Path) -> None:
 
 
 def to_json(data: Any, indent: int = 1) -> str:
-    """Plain data, dataclasses and tensors as JSON; NaN and infinity, which JSON does not have, are null."""
+    """Plain data, dataclasses and tensors as JSON; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(as_plain(data), indent=indent, allow_nan=False)
 
 
 def as_plain(value: Any) -> Any:
-    """``value`` in strings, numbers, lists and dicts, with None for numbers that are not finite."""
+    """``value`` as strings, numbers, lists and dicts, with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Tensor):

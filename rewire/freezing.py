@@ -1,4 +1,4 @@
-"""rewire.freeze: learned static connections become constants, and those that hardly count are left out."""
+"""`rewire.freeze`: turn learned static connections into constants, and drop those with small weights."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from rewire.topologies.base import Dims, States, W, reads_of
 from rewire.topologies.frozen import Constants, Frozen, frozen
 from rewire.topologies.program import Edge, Program, branch_of, digraph, edges, fold, matrix, prune, reaching
 
-_SHOWN = 12  # dropped edges of a trunk in a printed report
+_SHOWN = 12  # dropped edges that a printed report lists for each trunk
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenTrunk:
-    """What became of one trunk.
+    """What `rewire.freeze` did to one trunk.
 
     Attributes:
-        name: of the trunk.
-        topology: what it was.
-        edges: connections between values, before and after.
-        states: hidden states held between units, at most, before and after.
-        dropped: the edges that went.
-        unused: numbers of the units of which nothing comes to the trunk's output any more: they still run.
+        name: name of the trunk.
+        topology: its topology before.
+        edges: number of edges before and after.
+        states: largest number of hidden states held between units, before and after.
+        dropped: the dropped edges.
+        unused: numbers of the units that no longer contribute to the trunk's output; they still run.
     """
 
     name: str
@@ -59,9 +59,9 @@ class FreezeReport(Shown):
     Attributes:
         threshold: edges with a smaller weight were dropped.
         trunks: one entry for each trunk.
-        change: how far the outputs moved on the example inputs, the largest over the outputs: norm of the difference
-            over norm of the learned model's; None if it was not measured.
-        unmeasured: why it was not.
+        change: relative change of the outputs on the example inputs: norm of the difference over norm of the learned
+            model's output, the largest over all outputs; None if it was not measured.
+        unmeasured: why ``change`` was not measured.
     """
 
     threshold: float
@@ -94,23 +94,23 @@ class FreezeReport(Shown):
 
 @outside_inference_mode
 def freeze(model: M, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[M, FreezeReport]:
-    """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
+    """Turn the learned connections of a rewired model into constants, and drop those below ``threshold``.
 
-    States that are unused afterwards are freed as early as possible; `rewire.coefficients` shows the edges that are
-    left. With ``threshold=0`` the outputs stay the same up to rounding.
+    States that are no longer used are freed as early as possible; `rewire.coefficients` shows the edges that are left.
+    With ``threshold=0`` the outputs stay the same up to rounding.
 
     Args:
-        model: a rewired model whose topologies are static. It stays as it is; its own parameters are shared.
-        threshold: edges whose weight is smaller in magnitude are dropped (a weight per channel counts as its largest);
-            those with weight 0 always are. What a unit adds itself is no edge.
-        example_inputs: what to measure the change of the outputs on, as in `rewire.compile`.
+        model: a rewired model with static topologies. It is not changed; the frozen model shares its parameters.
+        threshold: edges with a weight of smaller magnitude are dropped (of weights per channel the largest counts);
+            those with weight 0 always are. A unit's own output is not an edge.
+        example_inputs: inputs on which to measure the change of the outputs, as for `rewire.compile`.
 
     Returns:
-        The frozen model, whose connections have buffers in place of parameters, and a report.
+        The frozen model, whose connections have buffers instead of parameters, and a report.
 
     Raises:
         RewireError: the model was not rewired, was changed since, or its weights are on the meta device.
-        UnsupportedTopology: the weights of a trunk depend on the input, or it is frozen already.
+        UnsupportedTopology: the weights of a trunk depend on the input, or are frozen already.
         WrappedModel: the model is sharded or compiled.
         ValueError: the threshold is negative.
         BadExampleInputs: the model does not run on the given example inputs.
@@ -137,7 +137,7 @@ def freeze(model: M, threshold: float = 1e-3, example_inputs: Any = None) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """A trunk's new layout, the values of its buffers, and what is reported of it."""
+    """A trunk's new layout, the values of its buffers, and its entry in the report."""
 
     layout: Layout
     constants: dict[str, Tensor]
@@ -171,10 +171,10 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
 
 @torch.no_grad()
 def constant_program(connection: Connection) -> tuple[Program, Any]:
-    """What a trunk computes as sums with constant weights; and its effective weights, on the CPU.
+    """A trunk's computation as sums with constant weights, and its effective weights, on the CPU.
 
     Raises:
-        UnsupportedTopology: it does not, or the program is not what the formulas compute.
+        UnsupportedTopology: the weights are not constant, or the program differs from the topology's formulas.
     """
     layout = connection.layout
     if any(not layout.makes_state(site) for site in layout.posts):
@@ -197,7 +197,7 @@ def weights_of(connection: Connection) -> Any:
 
 
 def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Program) -> None:
-    """Raise UnsupportedTopology if the formulas compute something else: a subclass may have changed these alone."""
+    """Raise UnsupportedTopology if the program differs from the formulas: a subclass may have changed only these."""
     table = matrix(program)
     made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
     constants = Constants(table, torch.stack(channels) if channels else None)
@@ -211,7 +211,7 @@ def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Progr
 
 
 def most_held(topology: Topology[W], weights: W, dims: Dims) -> int:
-    """Hidden states that a topology holds between units, at most."""
+    """The largest number of hidden states that a topology holds between units."""
     x = torch.zeros(1, dims.width or 1)
     states = topology.start(x, weights)
     most = 1
@@ -230,7 +230,7 @@ def _tensors(states: States) -> list[Tensor]:
 def _change(
     model: nn.Module, constant: nn.Module, found: list[Pattern], example_inputs: Any
 ) -> tuple[float | None, str]:
-    """Relative change of the outputs, or None and why it was not measured."""
+    """Relative change of the outputs, or None and the reason why it was not measured."""
     try:
         inputs = inputs_for(model, found, example_inputs)
         try:

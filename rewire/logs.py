@@ -1,7 +1,7 @@
-"""What each stage saw and did, for people: ``REWIRE_LOGS=find,rewrite,validate,kernels`` prints it.
+"""Logs of what each stage saw and did: ``REWIRE_LOGS=find,rewrite,validate,kernels`` prints them.
 
-The stages log to `logging` under ``rewire.find`` and so on; the variable only makes that visible. ``+find`` shows what
-is too long to read every time, too: each operation of the model, where it stands, and what it is computed from.
+The stages use the loggers ``rewire.find`` and so on of `logging`; the variable only makes these visible. ``+find`` also
+shows what is usually too long: each operation of the model, its file and line, and its inputs.
 
 | stage | shows |
 |---|---|
@@ -27,7 +27,7 @@ find, rewrite, validate, kernels = (logging.getLogger(f"rewire.{stage}") for sta
 
 
 def show(stages: str) -> None:
-    """Print what the named stages log; ``stages`` is written as in ``REWIRE_LOGS``.
+    """Print the logs of the named stages; ``stages`` has the form of ``REWIRE_LOGS``.
 
     Raises:
         ValueError: there is no such stage.
@@ -41,7 +41,7 @@ def show(stages: str) -> None:
         for stage in STAGES if plain == "all" else (plain,):
             logger = logging.getLogger(f"rewire.{stage}")
             logger.setLevel(logging.DEBUG if name.startswith("+") else logging.INFO)
-            logger.propagate = False  # once is enough
+            logger.propagate = False  # or the root logger would print it again
             if not any(isinstance(handler, _Printer) for handler in logger.handlers):
                 logger.addHandler(_Printer())
 
@@ -54,14 +54,14 @@ class _Printer(logging.StreamHandler):
 
 @contextlib.contextmanager
 def timed(logger: logging.Logger, what: str) -> Iterator[None]:
-    """Log how long the block took: ``what``, in 0.12 s."""
+    """Log how long the block took, as "``what``, in 0.12 s"."""
     start = time.perf_counter()
     yield
     logger.info("%s, in %.2f s", what, time.perf_counter() - start)
 
 
 def show_those_of_the_environment() -> None:
-    """What ``REWIRE_LOGS`` names; what it does not know is said, since an import must not fail for it."""
+    """Show the stages that ``REWIRE_LOGS`` names; warn of unknown names, for which an import must not fail."""
     try:
         show(os.environ.get("REWIRE_LOGS", ""))
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Pipeline parallelism: a rewired model that is cut between its blocks.
 
-Where a stage ends in the middle of a trunk, its stream leaves as one plain tensor. Connection weights that one unit
-uses stay on the stage of that unit. The few that many units use, small matrices, are on the stage on which the trunk
-starts, and go along with the states; their gradients come back as those of states do, and add up there. There is
-nothing to reduce, to clip or to save twice, whatever the schedule.
+Where a stage ends in the middle of a trunk, its stream leaves as one plain tensor. Connection weights that only one
+unit uses are on the stage of that unit. The few that many units use, small matrices, are on the stage where the trunk
+starts, and are sent along with the states; their gradients come back like those of states, and add up there. So no
+weight exists twice, and nothing has to be reduced, clipped or saved twice, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -45,22 +45,21 @@ H = TypeVar("H")
 
 
 def pipeline_stage(stage: nn.Module) -> None:
-    """Let a part of a rewired model be one stage of a pipeline.
+    """Make a part of a rewired model one stage of a pipeline.
 
     Rewire the model, cut it between blocks, call this on each part, then shard, compile and build optimisers. The part
-    takes and returns a tensor where a stream belongs. It has the learned connection weights of its own units, each by
-    itself: ``dynamic_5`` are those of unit 5 in ``dynamic``. Those that many units read are on the part on which their
-    trunk starts, and come with the stream. In a process group, ranks compare their recipes here: this waits for ranks
-    that come later, but not for long.
+    takes and returns a tensor in place of a stream. It keeps the learned connection weights of its own units, as one
+    parameter per unit: ``dynamic_5`` has the rows of unit 5 in ``dynamic``. Weights that many units read are on the
+    part where their trunk starts, and are sent with the stream. In a process group, ranks compare their recipes here,
+    and wait a short time for each other.
 
     Args:
-        stage: what is left of a rewired model, usually a deep copy of it without some of its blocks, or a module
-            around some of them. Changed in place.
+        stage: a part of a rewired model, usually a deep copy of it without some of its blocks, or a module around some
+            of them. Changed in place.
 
     Raises:
-        RewireError: the part has all that was there when it was rewired, so that it was cut before; two streams cross
-            at one place; the part is sharded already; or other ranks' parts of its trunk
-            were rewired differently.
+        RewireError: nothing of the rewired model was cut off, so that it was cut before it was rewired; two streams
+            cross at one cut; the part is sharded already; or other ranks rewired their parts of a trunk differently.
 
     Example:
         >>> import copy
@@ -98,22 +97,23 @@ def pipeline_stage(stage: nn.Module) -> None:
 
 
 def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None) -> None:
-    """Let a rank that has several stages keep what they have of a stream: only what is new to it crosses.
+    """Let a rank with several stages cache what it has of a stream, so that only what is new to it is sent.
 
-    That is for schedules with several stages on a rank, like interleaved 1F1B; the states that a stage of the rank had
-    at its end, and the connection weights, are taken from there by its next one. (Cache-based pipeline communication of
-    Attention Residuals, arXiv 2603.15031, Section 4.1.) It holds for topologies whose states stay as they are.
+    This is for schedules with several stages on a rank, like interleaved 1F1B: each stage takes the states that an
+    earlier stage of the rank had at its end, and the connection weights, from a cache (cache-based pipeline
+    communication of Attention Residuals, arXiv 2603.15031, Section 4.1). It helps topologies that keep their states
+    unchanged.
 
-    Every stage has to be called in turn for each micro-batch, as schedules do. What was kept for a training step that
-    was broken off, or of a call of one stage alone (to count its operations, say), is dropped; but not in evaluation
-    after such a call of evaluation. Collective: all ranks of the group call it, after `pipeline_stage`.
+    For each micro-batch all stages have to be called in turn, as schedules do. Entries of an interrupted training step,
+    or of a call of a single stage (to count its operations, say), are dropped; but those of a single stage's call in
+    evaluation mode disturb later evaluation. Collective: all ranks of the group call it, after `pipeline_stage`.
 
     Args:
         parts: the stages of this rank, in the order of the model.
-        group: the ranks of the pipeline; None: all.
+        group: the ranks of the pipeline; None: all ranks.
 
     Raises:
-        RewireError: they have rewired differently.
+        RewireError: the ranks rewired the model differently.
 
     Example:
         >>> for part in parts:  # doctest: +SKIP
@@ -134,7 +134,7 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
     dist.all_gather_object(gathered, (mine, posts), group)
     check_alike([post for _, some in gathered for post in some])
     everyone = [pairs for pairs, _ in gathered]
-    # where a stage begins: where the stage of the same rank before it ended, unless it is the stage before
+    # place where a stage begins -> where its rank's previous stage ended, if another rank's stage lies between
     known = {begins: ended[1] for pairs in everyone for ended, begins in pairs if ended != begins}
     for hook in (*enters, *leaves):
         if hook is not None and hook.place in known:
@@ -153,9 +153,9 @@ class Part:
     """The part of a trunk that is on a stage.
 
     Attributes:
-        connection: of the trunk.
-        first: number of residual adds before it.
-        last: number of residual adds up to its end; None if the trunk ends here.
+        connection: the trunk's connection.
+        first: number of residual adds before the stage.
+        last: number of residual adds up to the stage's end; None if the trunk ends here.
     """
 
     connection: Connection
@@ -188,7 +188,7 @@ def _parts(stage: nn.Module) -> list[Part]:
 
 
 def entries_of(module: nn.Module) -> list[Entry]:
-    """What the functions of a module know of trunks."""
+    """The entries of all edited functions of a module."""
     return [entry for gate in vars(module).values() if isinstance(gate, Gate) for entry in gate.entries]
 
 
@@ -211,7 +211,7 @@ def _placed(stage: nn.Module, part: Part) -> Connection:
 
 
 def _home(stage: nn.Module, part: Part) -> str:
-    """Path of the module that is to own a connection: where it was; in a bare sequence of blocks, the first of them."""
+    """Path of the module that is to own a connection: the same as before; in a bare sequence, its first block."""
     assert part.connection.trunk is not None
     paths = [path for path, _ in stage.named_modules()]
     home = part.connection.trunk.owner if part.connection.trunk.owner in paths else ""
@@ -224,7 +224,7 @@ class _Crossing:
     """Hook at one end of a stage, where a stream crosses.
 
     Attributes:
-        kept: what later stages of this rank take up of the stream, if they do: one entry for each micro-batch.
+        kept: what a later stage of this rank uses again, one entry for each micro-batch; None without a cache.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -237,7 +237,7 @@ class _Crossing:
 
 
 class _Leaves(_Crossing):
-    """Forward hook: a stream that goes on to the next stage leaves as a tensor, in place."""
+    """Forward hook: replaces the stream that goes on to the next stage by a tensor."""
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         items = output if isinstance(output, (tuple, list)) else (output,)
@@ -251,10 +251,10 @@ class _Leaves(_Crossing):
 
 
 class _Enters(_Crossing):
-    """Forward pre-hook: the tensor that comes from the stage before, the first argument, becomes a stream.
+    """Forward pre-hook: makes a stream of the first argument, the tensor from the previous stage.
 
     Attributes:
-        in_groups: whether FSDP2 has groups of weights inside the stage; None until it is called.
+        in_groups: whether FSDP2 has groups of weights inside the stage; None before the first call.
     """
 
     in_groups: bool | None = None
@@ -280,19 +280,19 @@ class _Enters(_Crossing):
 
 
 class Boundary:
-    """A place in a trunk at which streams become tensors, and tensors streams.
+    """A cut of a trunk, at which streams become tensors, and tensors become streams.
 
-    A stream is its states, each tensor once and a `History` as the states in it, as an `outline` has them; then the
-    connection weights that many units read. All of it crosses, in one `Message`, but for what the receiving rank has
-    kept.
+    A stream is sent as its states, in the order of an `outline` (each tensor once, a `History` as the states in it),
+    and the connection weights that many units read. All of this is sent as one `Message`, except what the receiving
+    rank has kept.
 
     Args:
-        connection: of the trunk.
-        position: number of residual adds before it.
-        known: an earlier place: the rank that receives has what the stream was there; None if it has nothing.
+        connection: the trunk's connection.
+        position: number of residual adds before the cut.
+        known: an earlier position, at which the receiving rank has kept the stream; None if it has kept nothing.
 
     Raises:
-        UnsupportedCall: it is inside a unit.
+        UnsupportedCall: the cut is inside a unit.
     """
 
     def __init__(self, connection: Connection, position: int, known: int | None = None) -> None:
@@ -305,11 +305,11 @@ class Boundary:
         *earlier, stream = outline(connection, [position] if known is None else [known, position])
         states, self.structure = _flat(stream)
         ids = [id(state) for state in states]
-        self.states = [n for n, state in enumerate(ids) if state not in ids[:n]]  # different ones
+        self.states = [n for n, state in enumerate(ids) if state not in ids[:n]]  # each tensor once
         self.same = [self.states.index(ids.index(state)) for state in ids]
         self.weights = connection.travelling
         has = [list(dict.fromkeys(map(id, _flat(one)[0]))) for one in earlier]
-        #: For each tensor of the stream, its number in the stream at the earlier place; None: it has to cross.
+        #: For each tensor of the stream, its number in the stream at the earlier cut; None: it has to be sent.
         self.known = [has[0].index(ids[n]) if earlier and ids[n] in has[0] else None for n in self.states]
         self.known += [len(has[0]) + n if earlier else None for n in range(len(self.weights))]
         shapes = connection.layout.topology.parameters(connection.layout.dims, connection.start)
@@ -320,7 +320,7 @@ class Boundary:
         )
 
     def sent(self, stream: Stream, kept: deque[Kept] | None = None) -> Tensor:
-        """What crosses; ``kept`` gets what the stream is."""
+        """The message that is sent; appends the stream's tensors to ``kept``."""
         stream = stream.summed()
         states, structure = _flat(stream)
         if stream.position != self.position or not stream.at_rest or structure != self.structure:
@@ -337,7 +337,7 @@ class Boundary:
         return stream.placement.wrapped(message) if stream.placement is not None else message
 
     def stream(self, message: Any, kept: deque[Kept] | None = None, in_groups: bool = False) -> Stream:
-        """The stream of what crossed, and of what was kept; by a call of the connection, so that FSDP gathers it.
+        """The stream, from the message and what was kept; made by calling the connection, so that FSDP gathers it.
 
         With ``in_groups``, backward refuses to compute gradients in two passes.
         """
@@ -358,7 +358,7 @@ class Boundary:
         return self.connection(message, resumed)
 
     def _taken(self, kept: deque[Kept]) -> Kept:
-        """The oldest of the records whose micro-batch is still on its way."""
+        """Take the oldest record whose micro-batch is still on its way."""
         while kept:
             record = kept.popleft()
             if record.on_its_way():
@@ -371,14 +371,14 @@ class Boundary:
 
 
 def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
-    """A stream of one token on the meta device: of what the connection's streams consist at ascending positions.
+    """The connection's streams at ascending positions, for one token on the meta device.
 
-    A state that stays the same is the same tensor.
+    A state that does not change between two positions is the same tensor in both.
     """
     layout = connection.layout
     tensors = layout.topology.parameters(layout.dims, connection.start)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
-    token = layout.token("meta").bfloat16()  # what is more precise than hidden states shows
+    token = layout.token("meta").bfloat16()  # so that states kept in float32 can be told apart
     stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []
     for position in positions:
         while stream.position < position:
@@ -388,19 +388,19 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
 
 
 def _flat(stream: Stream) -> tuple[list[Tensor], Any]:
-    """The tensors of a stream's states that go on, and how they are put together."""
+    """The tensors of a stream's states that later units need, and the structure that holds them."""
     states = stream.layout.topology.lasting(stream.states)
     return pytree.tree_flatten(tuple(s.states if isinstance(s, History) else s for s in states))
 
 
 class Kept:
-    """What a stream was at the end of a stage, for a later stage of the same rank; and the gradients that come back.
+    """The stream at the end of a stage, for a later stage of the same rank, and the gradients that come back from it.
 
     Attributes:
-        tensors: of the stream, without their history of gradients.
-        learn: which of them have gradients.
-        grads: of the later stage, once its backward has run.
-        graph: dies with the graph that the stage made; None if it made none.
+        tensors: the stream's tensors, detached.
+        learn: which of them require gradients.
+        grads: gradients from the later stage, once its backward has run.
+        graph: a weak reference that dies with the stage's autograd graph; None without a graph.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -410,7 +410,7 @@ class Kept:
         self.graph: weakref.ref[_Alive] | None = None
 
     def on_its_way(self) -> bool:
-        """Whether a later stage may still get the stream: its graph is there, or it is one without."""
+        """Whether a later stage may still use the stream: its graph is alive, or it has none."""
         return self.graph() is not None if self.graph is not None else not (torch.is_grad_enabled() and any(self.learn))
 
 
@@ -419,25 +419,25 @@ class _Alive:
 
 
 class Message:
-    """How the tensors of a stream that cross become one, and are views of one.
+    """Packs tensors of a stream into one, and unpacks them as views of it.
 
-    Its memory has one after the other: weights and what else is float32, as bits, then hidden states. Its shape tells
-    how many tokens there are, [tokens.., c], c columns for each; so it may be a DTensor, too.
+    The message has shape [tokens.., c], with c columns per token, so that it may be a DTensor, too. Its memory holds
+    the tensors one after the other: first the bits of weights and other float32 tensors, then the hidden states.
 
     Args:
-        layout: of the trunk.
-        states: on the meta device, in bfloat16 those that are hidden states.
+        layout: the trunk's layout.
+        states: the states on the meta device; those that are hidden states in bfloat16.
         weights: shapes of the weights.
 
     Attributes:
-        float32: whether it has bits of such numbers.
+        float32: whether the message has bits of float32 tensors.
     """
 
     def __init__(self, layout: Layout, states: Sequence[Tensor], weights: Sequence[torch.Size]) -> None:
-        dims = layout.token("meta").dim() - 1  # of tokens
+        dims = layout.token("meta").dim() - 1  # number of token dimensions
         self.trailing = [state.shape[dims:] for state in states]
         self.precise = [state.dtype == torch.float32 for state in states]
-        self.channels = layout.dims.width if layout.channels_are_last else None  # else what there are
+        self.channels = layout.dims.width if layout.channels_are_last else None  # None: as many as the message has
         self.weights, self.float32 = weights, bool(weights) or any(self.precise)
 
     def __str__(self) -> str:
@@ -460,7 +460,7 @@ class Message:
         return shape if self.channels is not None else torch.Size([*shape[:-1], last])
 
     def _columns(self, tokens: int, dtype: torch.dtype, last: int) -> list[int]:
-        """How many columns the weights take, and each state."""
+        """The numbers of columns of the weights and of each state."""
         bits = 4 * sum(shape.numel() for shape in self.weights)
         double = max(1, 4 // dtype.itemsize)
         sizes = [self._trailing(n, last).numel() for n in range(len(self.trailing))]
@@ -495,14 +495,14 @@ class Message:
 
 
 class _Hand(torch.autograd.Function):
-    """The message of a stream's tensors, as a stage may return it, with the gradients of what was kept.
+    """Packs a stream's tensors into a message; its backward adds the gradients of those that were kept.
 
-    Neither a parameter nor a view, as some schedules detach what a stage returned in place.
+    The message is neither a parameter nor a view, as some schedules detach a stage's output in place.
     """
 
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, kept: Kept, *tensors: Tensor) -> Tensor:
-        ctx.boundary, ctx.grads, ctx.alive = boundary, kept.grads, _Alive()  # and no tensors
+        ctx.boundary, ctx.grads, ctx.alive = boundary, kept.grads, _Alive()  # holds no tensors
         kept.graph = weakref.ref(ctx.alive) if any(ctx.needs_input_grad) else None
         return boundary.message.packed([x for x, known in zip(tensors, boundary.known, strict=True) if known is None])
 
@@ -515,11 +515,11 @@ class _Hand(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """The tensors of a stream, from the message and from those that were kept, which get their gradients.
+    """Returns a stream's tensors, from the message and from those that were kept, and then the stage's own weights.
 
-    Behind them the stage's own weights: zero-bubble schedules compute gradients of inputs, then those of weights from
-    where both meet. For connection weights that would be on both sides of blocks, whose graph the second pass would
-    free; so they meet here.
+    The weights pass through here for zero-bubble schedules. These first compute gradients of inputs, then gradients of
+    weights, starting where both paths of the graph meet. Connection weights would meet it on both sides of a block,
+    whose graph the second pass would free; so they all meet here.
     """
 
     @staticmethod

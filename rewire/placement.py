@@ -1,8 +1,8 @@
-"""Hidden states of which each rank has a part: sequence parallelism, and models whose hidden states are DTensors.
+"""Sharded hidden states: sequence parallelism, and models whose hidden states are DTensors.
 
-Streams hold plain local tensors; kernels know no others. What a rank computes of its own tokens needs nothing from
-other ranks, forward and backward. The gradients of connection weights do: each rank has those of its tokens, and they
-have to be summed over the mesh dimensions along which hidden states are sharded.
+Streams hold plain local tensors, the only ones that kernels take. Each rank computes its own tokens without the other
+ranks, forward and backward. Only the gradients of connection weights have to be summed, over the mesh dimensions along
+which hidden states are sharded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rewire.errors import RewireError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Of a DTensor, one for each dimension of its mesh.
+#: A DTensor's placements, one for each dimension of its mesh.
 Placements = tuple[Any, ...]
 
-#: How far behind a tensor the operation is looked for that sharded it: past dropouts, casts and sums.
+#: How many autograd nodes to search for the operation that sharded a tensor: past dropouts, casts and sums.
 FURTHEST = 64
 
 
@@ -34,8 +34,8 @@ class Placement:
     Args:
         mesh: the devices.
         sharded: dimensions of the mesh along which ranks have different parts of the hidden states.
-        placements: of hidden states that are DTensors; None if they are plain tensors.
-        shape: of these DTensors.
+        placements: placements of hidden states that are DTensors; None if they are plain tensors.
+        shape: global shape of these DTensors.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Placement:
 
     @classmethod
     def of_tokens(cls, x: Any, local: torch.Size) -> Placement:
-        """Where hidden states lie, from a state that is a DTensor; ``local``: their shape on this rank."""
+        """The placement of hidden states of local shape ``local``, from one that is a DTensor."""
         tokens = len(local) - 1
         return cls(x.device_mesh, _sharded(x.placements), x.placements, torch.Size([*x.shape[:tokens], local[-1]]))
 
     def wrapped(self, x: Tensor) -> Tensor:
-        """A hidden state as the model has it; or another tensor with the same tokens."""
+        """A local hidden state, or another tensor with the same tokens, as the model has it: perhaps a DTensor."""
         if self.placements is None:
             return x
         from torch.distributed.tensor import DTensor
@@ -75,7 +75,7 @@ class Placement:
         )
 
     def reduced(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same weights, whose gradients will be summed over the ranks that have different tokens."""
+        """The same weights, with gradients that are summed over the ranks that have different tokens."""
         learned = {name: p for name, p in parameters.items() if p.requires_grad}
         if not (self.sharded and learned and torch.is_grad_enabled()):
             return parameters
@@ -84,11 +84,11 @@ class Placement:
 
 
 class _Reduced(torch.autograd.Function):
-    """Tensors as they are; their gradients are summed over process groups, with one all-reduce for each group."""
+    """The identity, whose backward sums gradients over process groups, with one all-reduce for each group."""
 
     @staticmethod
     def forward(ctx: Any, groups: list[dist.ProcessGroup], *tensors: Tensor) -> tuple[Tensor, ...]:
-        # No views: a compiled block that hands one on makes it anew from the parameter, past this sum.
+        # No views: a compiled block that returns one makes it anew from the parameter, and bypasses this sum.
         ctx.groups = groups
         return tuple(x.clone() for x in tensors)
 
@@ -103,15 +103,15 @@ class _Reduced(torch.autograd.Function):
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor; asked of every model, most of which need nothing of torch.distributed.tensor."""
+    """Whether ``x`` is a DTensor; by name, as most models need no import of torch.distributed.tensor."""
     return type(x).__name__ == "DTensor"
 
 
 def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
-    """This rank's part of a trunk's input that is a DTensor, and where it and all later states lie.
+    """This rank's part of a trunk's input that is a DTensor, and the placement of it and of all later states.
 
     Raises:
-        RewireError: it is sharded along its channels.
+        RewireError: the input is sharded along its channels.
     """
     from torch.distributed.tensor import Replicate
 
@@ -129,7 +129,7 @@ def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
 def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
     """Raise RewireError if a plain tensor is known to be one rank's part of a hidden state.
 
-    Only its history of gradients tells: what DTensor or a reduce-scatter made of it last.
+    Only its autograd graph can tell, if a DTensor or a reduce-scatter made it.
     """
     if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
         return
@@ -141,8 +141,8 @@ def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
 def check_norm(norm: nn.Module, trunk: str) -> None:
     """Raise RewireError if a norm reads plain hidden states and has replicated weights: PyTorch's SequenceParallel.
 
-    What `check_whole` cannot see: behind layers that are frozen, hidden states have no history. Not while compiling: an
-    error there would break the graph, which torch does not survive behind a DTensor's embedding.
+    `check_whole` cannot see that after frozen layers, where hidden states have no autograd graph. Skipped while
+    compiling: an error would break the graph, which fails in torch after an embedding that is a DTensor.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -161,9 +161,9 @@ def _undeclared(trunk: str, how: str) -> RewireError:
 
 def _how_sharded(x: Tensor, channel_dim: int) -> str:
     nodes = [x.grad_fn]
-    for node in nodes:  # grows: in breadth
+    for node in nodes:  # breadth-first: the list grows
         name = type(node).__name__.replace("_", "").lower()
-        spec = getattr(node, "dtensor_spec", None)  # of DTensor.to_local
+        spec = getattr(node, "dtensor_spec", None)  # set by DTensor.to_local
         if "reducescatter" in name:
             return type(node).__name__
         if spec is not None:

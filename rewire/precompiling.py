@@ -1,4 +1,4 @@
-"""rewire.precompile: the kernels of a rewired model are compiled before its first step, in parallel."""
+"""`rewire.precompile`: compile the kernels of a rewired model in parallel, before its first step."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def precompile(
     jobs: int | None = None,
     compiled: bool = False,
 ) -> int:
-    """Compile the kernels that a step of a rewired model starts, so that its first step on a GPU compiles none.
+    """Compile the kernels that a step of a rewired model launches, so that its first step on a GPU compiles none.
 
-    A copy of the model runs once, and its kernels are noted, not started: what it computes is meaningless. Forward and
-    backward, or under ``torch.no_grad()`` forward alone; in the mode, the precision and the region of
-    ``torch.autocast`` in which it is called. Triton keeps what it compiles in its cache on disk, where processes find
-    it that have the same versions of rewire, PyTorch and Triton.
+    A copy of the model runs once: forward and backward, or forward alone under ``torch.no_grad()``, in its present
+    mode and precision and under the present ``torch.autocast``. Kernel launches are recorded instead of executed, so
+    the computed values are meaningless. Triton keeps compiled kernels in its cache on disk, for all processes with the
+    same versions of rewire, PyTorch and Triton.
 
-    Kernels depend on widths, dtypes and strides, and on the number of tokens as far as few are summed by fewer
-    programs: give a batch of the size that is to run. On the meta device it costs nothing, if the model's forward asks
-    for no values: ``copy.deepcopy(model).to("meta")``.
+    Kernels depend on widths, dtypes and strides, and for small batches on the number of tokens: pass a batch of the
+    size that will be used. On the meta device (``copy.deepcopy(model).to("meta")``) the run costs nothing, but the
+    model's forward must not depend on values.
 
     Args:
-        model: a rewired model, on any device: the meta device, too. Not one that is sharded, wrapped or compiled.
-        batch: what the model is called with: a tensor, a tuple of args, a dict of kwargs, or a pair of both; on any
-            device for a model on the meta device. None: inputs that the pattern registry makes.
-        target: the GPU, as ``"sm_90"`` (H100) or ``"gfx942"``; None: the one that is here.
+        model: a rewired model, on any device, including meta; not sharded, wrapped or compiled.
+        batch: arguments of the model: a tensor, a tuple of args, a dict of kwargs, or a pair of both; on any device if
+            the model is on the meta device. None: inputs that the pattern registry makes.
+        target: the GPU's architecture, such as ``"sm_90"`` (H100) or ``"gfx942"``; None: the current GPU's.
         jobs: how many kernels are compiled at once; None: one for each processor.
-        compiled: whether the whole model is to run under ``torch.compile``, where norms are not fused with reads, for
-            one: its graphs are traced, which takes as long as it does there.
+        compiled: whether the whole model will run under ``torch.compile``, which needs other kernels (norms are not
+            fused with reads, for example). Tracing its graphs takes as long as ``torch.compile`` does.
 
     Returns:
-        How many kernels there are, those that were in the cache included.
+        The number of kernels, including those that were already in the cache.
 
     Raises:
         BadExampleInputs: the model does not run on the batch.
-        WrappedModel: it is wrapped or compiled.
-        RewireError: it is not rewired, or starts no kernels; there is no GPU, and no target.
-        TypeError, ValueError: an argument is none.
+        WrappedModel: the model is wrapped or compiled.
+        RewireError: the model is not rewired or launches no kernels; or there is no GPU, and no target is given.
+        TypeError, ValueError: an argument has a wrong type or value.
 
     Example:
         >>> empty = copy.deepcopy(rewired).to("meta")
@@ -80,7 +80,7 @@ def precompile(
 
 
 def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Launch]:
-    """Those of a step, of which nothing else counts."""
+    """The kernel launches of one step; its values do not matter."""
     meta = on_meta(model)
     if meta and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise RewireError("the meta device has no autocast: call rewire.precompile with the model on a CPU or a GPU.")

@@ -1,4 +1,4 @@
-"""Tables of named things and of named factories, with near names in its error and discovery through entry points."""
+"""Registries of named objects and factories: errors suggest similar names, and entry points add entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rewire.errors import UnknownName, check_type
 
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., object])
-Options: TypeAlias = dict[str, Any]  #: what a factory is called with, by name
+Options: TypeAlias = dict[str, Any]  #: keyword arguments of a factory
 
 
 def _letters(text: str) -> str:
@@ -23,7 +23,7 @@ def _letters(text: str) -> str:
 
 
 def said(text: str) -> tuple[str, Options]:
-    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
+    """The name and the options in ``name:option=value,option=value``; values are Python literals or strings.
 
     Raises:
         ValueError: an option has no value.
@@ -39,7 +39,7 @@ def said(text: str) -> tuple[str, Options]:
 
 
 def with_said(kind: str, text: str, options: Options) -> tuple[str, Options]:
-    """The name in ``text``, of that kind of thing, and ``options`` with those that are said there.
+    """The name in ``text``, and ``options`` together with the options in ``text``.
 
     Raises:
         ValueError, TypeError: an option has no value, or two.
@@ -51,7 +51,7 @@ def with_said(kind: str, text: str, options: Options) -> tuple[str, Options]:
 
 
 def value_of(text: str) -> Any:
-    """The value of Python's that it is; else a word."""
+    """``text`` as a Python literal if it is one; else as a string."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -59,12 +59,12 @@ def value_of(text: str) -> Any:
 
 
 class Registry(Generic[V]):
-    """Names of one kind of thing.
+    """Objects of one kind by name.
 
     Args:
         kind: singular, for messages ("topology").
         plural: for messages ("topologies"): `rewire.list_<plural>` lists the names.
-        entry_points: group of entry points; each one is loaded, which registers what its module declares.
+        entry_points: group of entry points; loading one registers what its module declares.
     """
 
     def __init__(self, kind: str, plural: str, entry_points: str) -> None:
@@ -86,7 +86,7 @@ class Registry(Generic[V]):
         raise UnknownName(f"there is no {self.kind} '{name}'.{hint} rewire.list_{self.plural}() lists all of them.")
 
     def _near(self, name: str) -> list[str]:
-        """Names that may be meant: those like it, of the same family, or of a class or with a description like it."""
+        """Names that may be meant: similar ones, of the same family, or with a class or description that matches."""
         if near := difflib.get_close_matches(name, self._entries, n=3, cutoff=0.85):
             return near
         words: dict[str, list[str]] = {}
@@ -105,7 +105,7 @@ class Registry(Generic[V]):
         return iter(sorted(self._entries.items()))
 
     def in_order(self) -> list[V]:
-        """Entries in the order of their registration."""
+        """All entries, in the order of registration."""
         self._discover()
         return list(self._entries.values())
 
@@ -121,11 +121,11 @@ class Registry(Generic[V]):
 
 
 class Factories(Registry[Callable[..., V]]):
-    """Names of what makes one kind of thing. A factory's parameters are the options, its docstring the description.
+    """Factories of one kind of object by name: their parameters are the options, their docstring the description.
 
     Args:
-        product: class of what the factories make.
-        public: its name for messages ("rewire.Topology").
+        product: class of the objects that the factories make.
+        public: public name of that class, for messages ("rewire.Topology").
     """
 
     def __init__(self, kind: str, plural: str, entry_points: str, product: type[V], public: str) -> None:
@@ -133,7 +133,7 @@ class Factories(Registry[Callable[..., V]]):
         self.product, self.public = product, public
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Decorator: make a class, or a function that returns an object of it, available under ``name``."""
+        """Decorator: register a class, or a function that returns an object of it, under ``name``."""
 
         def registered(factory: F) -> F:
             self.add(name, factory)  # type: ignore[arg-type]
@@ -145,13 +145,13 @@ class Factories(Registry[Callable[..., V]]):
         return {name: (inspect.getdoc(factory) or "").split("\n")[0] for name, factory in self.items()}
 
     def make(self, given: str | V, options: Options) -> V:
-        """What the factory of that name makes of ``options``, or the object itself.
+        """An object from the factory named ``given``, called with ``options``; or ``given`` if it is such an object.
 
-        A name may have options of its own, as `said` reads them.
+        The name may be followed by options, as `said` parses them.
 
         Raises:
-            UnknownName: no such name; the nearest ones are given.
-            TypeError: neither a name nor such an object, or no such option, or one that is given twice.
+            UnknownName: no such name; the message suggests similar ones.
+            TypeError: neither a name nor such an object; no such option; or an option is given twice.
             ValueError: an option in the name has no value.
         """
         if isinstance(given, self.product):

@@ -1,13 +1,13 @@
-"""torchtitan (0.3): its models, rewired, in its trainer.
+"""Rewired models in torchtitan's trainer (torchtitan 0.3).
 
-In one's own config module, one line more::
+It takes one more line in your config module::
 
     def llama3_8b_ancre() -> Trainer.Config:
         config = llama3_8b()
         config.model_spec = rewire.titan.rewired(config.model_spec, "ancre-ingoing")
         return config
 
-``torchtitan.train --module my_configs --config llama3_8b_ancre`` then trains it, by all of its options.
+``torchtitan.train --module my_configs --config llama3_8b_ancre`` then trains it, with all of torchtitan's options.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ if TYPE_CHECKING:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
-#: What a checkpoint has, by name.
+#: The tensors of a checkpoint, by name.
 StateDict: TypeAlias = dict[str, Any]
 
-#: Schedules with two backward passes.
+#: Pipeline schedules that compute gradients of inputs and of weights in two backward passes.
 SPLIT_BACKWARD = {"interleavedzerobubble", "zbvzerobubble", "dualpipev"}
 
 
 def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **options: Any) -> ModelSpec:
-    """The specification of a rewired model.
+    """The specification of the rewired model.
 
     The model is rewired when it is built, on the meta device. Connection weights are initialised with the other
-    weights, have a float32 FSDP group of their own, and are saved and loaded with the model, in its Hugging Face
-    format, too. All ranks have to rewire alike, which is compared when they build it.
+    weights, have their own float32 FSDP group, and are saved and loaded with the model, also in the Hugging Face
+    format. All ranks have to rewire the model in the same way; this is checked when they build it.
 
     Args:
-        spec: of a decoder of torchtitan's; stays as it is.
+        spec: specification of one of torchtitan's decoders; it is not changed.
         topology, options: as for `rewire.compile`.
 
     Returns:
-        A specification to train by.
+        A specification for torchtitan's trainer.
     """
     adapter = spec.state_dict_adapter
     return dataclasses.replace(
@@ -82,7 +82,7 @@ def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **optio
 
 
 def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> BaseModel.Config:
-    """``config``, which builds the rewired model."""
+    """A ``config`` that builds the rewired model."""
     base = type(config)
 
     @dataclass(kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
 
 
 class TitanConnection(Connection, Module):
-    """A connection that torchtitan takes for a module of its own: its ``init_states`` calls `reset_parameters`."""
+    """A connection that is also torchtitan's kind of module, whose ``init_states`` calls `reset_parameters`."""
 
 
 class TitanNorms(SeparateNorms, Module):
@@ -109,7 +109,7 @@ class TitanNorms(SeparateNorms, Module):
 
 
 def _adopt(model: nn.Module) -> None:
-    """Make torchtitan's modules of those that rewiring has added."""
+    """Turn the modules that rewiring has added into torchtitan's kind of module."""
     for module in list(model.modules()):
         held = children_of(module).get(CONNECTIONS)
         if isinstance(held, Connections):
@@ -130,10 +130,10 @@ def _parallelized(
     compile_config: CompileConfig,
     **others: Any,
 ) -> nn.Module:
-    """The specification's ``parallelize_fn``, without connections; then these, in FSDP groups of their own.
+    """Call the specification's ``parallelize_fn`` without connections, then shard these in their own FSDP groups.
 
     Raises:
-        UnsupportedCall: under ``spmd_backend="full_dtensor"``, or for zero-bubble schedules with FSDP.
+        UnsupportedCall: ``spmd_backend="full_dtensor"``, or a zero-bubble schedule with FSDP.
     """
     if parallelism.spmd_backend == "full_dtensor":
         raise UnsupportedCall(
@@ -163,7 +163,7 @@ def _parallelized(
     if compile_config.enable and "model" in compile_config.components:
         for block in model.layers.children():  # type: ignore[union-attr]
             if any(entry.begins for module in block.modules() for entry in entries_of(module)):
-                # It calls the connection, and FSDP's hooks on that break graphs: not the fullgraph=True of the others.
+                # FSDP's hooks on the connection, which this block calls, break its graph: so no fullgraph=True here.
                 block.compile(backend=compile_config.backend)
     return model
 
@@ -175,7 +175,7 @@ def _owners(model: nn.Module) -> list[nn.Module]:
 def _shard(
     connection: Connection, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
-    """Place connection weights on all ranks of tensor parallelism, and shard them over those of data parallelism."""
+    """Replicate connection weights over tensor-parallel ranks, and shard them over data-parallel ranks."""
     assert isinstance(connection, Module)
     if parallelism.spmd_backend == "spmd_types":
         mesh, dims = resolve_fsdp_mesh(parallel_dims)
@@ -197,7 +197,7 @@ def _shard(
 
 
 def _pipelined(pipelining_fn: Callable[..., Any], model: nn.Module, **given: Any) -> Any:
-    """The specification's ``pipelining_fn``; ranks with several stages keep what they have of a stream."""
+    """Call the specification's ``pipelining_fn``; ranks with several stages get a `pipeline_cache`."""
     schedule, parts, first, last = pipelining_fn(model, **given)
     if len(parts) > 1:
         pipeline_cache(parts, given["parallel_dims"].get_mesh("pp").get_group())
@@ -205,9 +205,9 @@ def _pipelined(pipelining_fn: Callable[..., Any], model: nn.Module, **given: Any
 
 
 def _rewired_adapter(base: Any) -> Any:
-    """``base``, which takes connection weights along, under the names that they have in transformers' models.
+    """A subclass of ``base`` that also converts connection weights, to their names in transformers' models.
 
-    A checkpoint without them is loaded without them: they stay at their start.
+    If a checkpoint has no connection weights, they stay at their start.
     """
 
     class Adapter(base):
@@ -225,7 +225,7 @@ def _rewired_adapter(base: Any) -> Any:
             return state_dict | {name.removeprefix("model."): value for name, value in added.items()}
 
         def get_hf_storage_reader(self, path: str, *args: Any, **kwargs: Any) -> Any:
-            """The reader of the folder that the dict of `to_hf` is loaded from next."""
+            """The reader of the folder from which the result of `to_hf` is loaded next."""
             reader = super().get_hf_storage_reader(path, *args, **kwargs)
             saved = reader.read_metadata().state_dict_metadata
             for name in [name for name in self.converted if CONNECTIONS in name and name not in saved]:
@@ -240,6 +240,6 @@ def _rewired_adapter(base: Any) -> Any:
 
 
 def _apart(state_dict: StateDict) -> tuple[StateDict, StateDict]:
-    """What is not of connections, and what is."""
+    """The entries that do not belong to connections, and those that do."""
     added = {name: value for name, value in state_dict.items() if CONNECTIONS in name}
     return {name: value for name, value in state_dict.items() if name not in added}, added

@@ -1,12 +1,12 @@
-"""What rewire uses of PyTorch that is no part of its interface: each name with the reason, and what is done without it.
+"""The private names of PyTorch that rewire uses: why each is needed, and what happens without it.
 
-No other file of the package names any of it, so that what a new version of PyTorch renames is mended here, and
-``tests/test_torch_internals.py`` says what that is. Where nothing could be done without a name, its absence raises when
-it is used, not when rewire is imported.
+No other file of the package uses private names, so that renames in a new version of PyTorch are mended here;
+``tests/test_torch_internals.py`` finds them. A missing name without a substitute raises when it is used, not when
+rewire is imported.
 
-Two kinds of names cannot stand here. `Connection` overrides ``nn.Module._apply`` and ``_load_from_state_dict``: modules
-have no other way to follow moves but not casts, and to convert what they load. And the definition of torch's encoder
-layer in ``patterns/torch_layers.py`` calls the layer's ``_sa_block`` and ``_ff_block``, as the original does.
+There are two exceptions. `Connection` overrides ``nn.Module._apply`` and ``_load_from_state_dict``: a module has no
+other way to follow moves but not casts, and to convert what it loads. And the definition of torch's encoder layer in
+``patterns/torch_layers.py`` calls the layer's ``_sa_block`` and ``_ff_block``, as the original does.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-#: A module's table of hooks of one kind, by the number of their handles.
+#: A module's table of hooks of one kind, by the ids of their handles.
 Hooks = dict[int, Callable[..., Any]]
 
-#: Containers of tensors, as torch sees them. There is no public module for Python; users are told to use this one.
+#: Torch's pytrees. There is no public module for Python; users are told to use this one.
 pytree = torch.utils._pytree
 
-#: The base of classes that see each operator; PyTorch's documentation names it so.
+#: The base of modes that see each operator; PyTorch's documentation uses this private path.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
-#: A context without dispatch modes, in which tensors that are known to be real have numbers.
+#: A context without dispatch modes, in which the values of real tensors can be read.
 without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 
-#: The mode that sees each operator first, and a context without it; where they are missing, all modes stay.
+#: The innermost dispatch mode, and a context without it; if they are missing, all modes stay.
 _first_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", lambda: None)
 _without_first_mode = getattr(torch.utils._python_dispatch, "_pop_mode_temporarily", nullcontext)
 
 #: A context in which ``__torch_function__`` of classes is not called.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
-#: Where functions of ``torch.nn.functional`` are written in C++: some of them write to their argument.
+#: The functions of ``torch.nn.functional`` that are written in C++: some of them write to their argument.
 C_FUNCTIONS = getattr(torch._C, "_nn", None)
 
-#: Operators that call functions, such as torch.compile's form of activation checkpointing. Nothing is one without it.
+#: Operators that call functions, such as torch.compile's form of activation checkpointing; without it, none is known.
 HIGHER_ORDER: Any = getattr(torch._ops, "HigherOrderOperator", ())
 
-#: Under these names, modules hold their children, parameters and buffers; code of users reads them, too.
+#: The attributes in which modules hold their children, parameters and buffers; users' code reads them, too.
 CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 
 #: Name of the module that torch.export puts into a graph to check its inputs.
@@ -58,43 +58,43 @@ EXPORT_GUARDS = "_guards_fn"
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The table of a module's children. ``named_children`` leaves out those that are None, or stand there twice."""
+    """The table of a module's children. ``named_children`` leaves out None and duplicates."""
     return module._modules
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The table of a module's own parameters: FSDP and tensor parallelism put what they like there."""
+    """The table of a module's own parameters, in which FSDP and tensor parallelism put other objects."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The table of a module's own buffers, with those that are None."""
+    """The table of a module's own buffers, including those that are None."""
     return module._buffers
 
 
 def drop_parameters(module: nn.Module) -> None:
-    """Take all its own parameters from a module, but not from the module whose shallow copy it is."""
+    """Remove all parameters of a shallow copy of a module, but not those of the original."""
     module._parameters = {}
 
 
 def casts_inputs(module: nn.Module) -> bool:
-    """Whether FSDP2's mixed precision casts what the module is called with."""
+    """Whether FSDP2's mixed precision casts the module's arguments."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     policy = None if state_of is None else state_of()._mp_policy
     return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
 
 
 def gather_for_forward_only(module: nn.Module) -> None:
-    """Have FSDP2 gather a module's weights once a forward, not for backward, too, if it has a group to itself."""
+    """Make FSDP2 gather the weights of a module with its own group for forward only, not again for backward."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     if state_of is not None and all(group.modules == (module,) for group in state_of()._fsdp_param_groups):
         module.set_unshard_in_backward(False)  # type: ignore[operator]
 
 
 def unseen_by_selective_checkpoints(module: nn.Module) -> AbstractContextManager[Any]:
-    """To call a module whose FSDP2 hooks run other operations in backward than in forward.
+    """A context for calling a module whose FSDP2 hooks run different operations in backward than in forward.
 
-    Selective checkpointing counts operations, and torch 2.13 raises then (github.com/pytorch/pytorch/pull/196862).
+    Selective checkpointing counts operations, so torch 2.13 would raise (github.com/pytorch/pytorch/pull/196862).
     """
     mode = _first_mode() if hasattr(module, "_get_fsdp_state") and not torch.compiler.is_compiling() else None
     counts = any(cls.__module__ == "torch.utils.checkpoint" for cls in type(mode).__mro__)
@@ -102,18 +102,18 @@ def unseen_by_selective_checkpoints(module: nn.Module) -> AbstractContextManager
 
 
 def has_groups_inside(module: nn.Module) -> bool:
-    """Whether FSDP2 has groups of weights for modules in this one."""
+    """Whether FSDP2 has groups of weights for modules inside this one."""
     return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules() if inner is not module)
 
 
 def is_first_of_two(node: Any) -> bool:
-    """In backward: whether it leaves ``node``, of its graph, to another pass, as it is to keep the graph."""
+    """Whether the running backward skips ``node`` and keeps the graph, so that a second pass will follow."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps and not torch._C._will_engine_execute_node(node)
 
 
 def forward_hooks(module: nn.Module) -> Hooks:
-    """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
+    """The table of a module's forward hooks: there is no public way to find or wrap one."""
     return module._forward_hooks
 
 
@@ -128,33 +128,33 @@ def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything but its forward would run when a module is called, or its gradient is computed."""
+    """Whether a module has hooks of any kind, forward or backward."""
     return any((module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)))
 
 
 def global_forward_hooks() -> tuple[Hooks, Hooks]:
-    """The tables of forward pre-hooks and forward hooks on all modules."""
+    """The tables of global forward pre-hooks and forward hooks, which run for all modules."""
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks on all modules."""
+    """Whether there are global hooks, which run for all modules."""
     return nn.modules.module._has_any_global_hook()
 
 
 def writes_to(tensor: Tensor) -> int:
-    """How often a tensor was written to in place, which it counts itself unless it was made in inference mode."""
+    """A tensor's version counter: how often it was written to in place; not counted for inference tensors."""
     return tensor._version
 
 
 def viewed(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a view of; None if it is no view."""
+    """The tensor that ``tensor`` is a view of; None if it is not a view."""
     return tensor._base
 
 
 def gradient_of(tensor: Tensor) -> Any:
-    """The function of its gradient; None where torch has none to give: of a view made under `no_grad` of what was
-    written to since, in a function of autograd, say, it raises.
+    """A tensor's ``grad_fn``; None where asking for it raises, as for a view that was made under `no_grad`, in an
+    autograd function for example, of a tensor that was written to since.
     """
     try:
         return tensor.grad_fn
@@ -163,33 +163,33 @@ def gradient_of(tensor: Tensor) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others; its address would not, on the meta device.
+    """A number that identifies a tensor's storage; on the meta device, addresses would not.
 
     Raises:
-        NotImplementedError, RuntimeError: it has none of its own.
+        NotImplementedError, RuntimeError: the tensor has no storage of its own.
     """
     return tensor.untyped_storage()._cdata
 
 
 def same_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same class around the same memory, a leaf of autograd's graph.
+    """A leaf parameter of the same class around the same memory.
 
-    Not by ``Tensor.as_subclass``, which asks the class's ``__torch_function__``.
+    ``Tensor.as_subclass`` would call the class's ``__torch_function__``.
     """
     return torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
 
 
 def is_fake(value: Any) -> bool:
-    """Whether it is one of torch's fake tensors, which have no numbers. By name: to import their module takes long."""
+    """Whether it is one of torch's fake tensors, which have no values. By name: importing their module takes long."""
     return any(cls.__name__ == "FakeTensor" for cls in type(value).__mro__)
 
 
 def writes_to_argument(operator: Any) -> bool:
-    """Whether an operator (``torch.ops.aten..``) writes to one of its arguments, by its schema."""
+    """Whether the schema of an operator (``torch.ops.aten..``) says that it writes to one of its arguments."""
     return operator._schema.is_mutable
 
 
-# Looked up once: these are asked for each sum.
+# Looked up once: every sum calls these.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _function_modes = getattr(torch._C, "_len_torch_function_stack", None)
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", None)
@@ -198,48 +198,48 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode sees each operator; if that cannot be told, yes: then results are made anew."""
+    """Whether a dispatch mode is active; if that cannot be told, yes: then results are computed anew."""
     return _dispatch_modes is None or _dispatch_modes() > 0
 
 
 def in_function_mode() -> bool:
-    """Whether a mode sees each function of torch, as a default device does; if that cannot be told, yes."""
+    """Whether a torch-function mode is active, such as a default device; if that cannot be told, yes."""
     return _function_modes is None or _function_modes() > 0
 
 
 def under_functorch() -> bool:
-    """Whether a transform of torch.func is running; if that cannot be told, yes: then gradients are autograd's."""
+    """Whether a transform of torch.func is running; if that cannot be told, yes: then autograd computes gradients."""
     return _transforms_active is None or _transforms_active()
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are computed; if that cannot be told, yes: then gradients are autograd's."""
+    """Whether forward-mode AD is running; if that cannot be told, yes: then autograd computes gradients."""
     return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
 def is_followed() -> bool:
-    """Whether anything of these, or ``torch.jit.trace``, looks on."""
+    """Whether any of these, or ``torch.jit.trace``, is active."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     return in_dispatch_mode() or under_functorch() or in_forward_mode() or tracing
 
 
 def is_batch_of_gradients(grad: Tensor) -> bool:
-    """Whether a gradient is several at once (``is_grads_batched=True``); if that cannot be told, yes."""
+    """Whether a gradient is a batch of several (``is_grads_batched=True``); if that cannot be told, yes."""
     return _is_batched is None or _is_batched(grad)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The hooks that get the tensors saved for backward, as activation checkpointing's do; None if there are none.
+    """The active saved-tensor hooks, such as those of activation checkpointing; None if there are none.
 
-    If that cannot be told, they are (None, None): there may be some.
+    (None, None) if that cannot be told: there may be some.
     """
     return (None, None) if _top_hooks is None else _top_hooks(True)
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A check, in C++, that others have the properties of ``tensors``, by which torch.compile guards its graphs.
+    """The C++ check by which torch.compile guards its graphs: do other tensors have the properties of ``tensors``?
 
-    None if it is not there, or not as it is known here: then all is looked at in Python each time, which is slower.
+    None if it is missing or has changed: then callers check in Python each time, which is slower.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -251,21 +251,21 @@ def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def compiled_by(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Any) -> Callable[..., Any]:
-    """A graph, compiled by another backend of torch.compile; Inductor takes options."""
+    """A graph compiled by another backend of torch.compile; only Inductor takes options."""
     if backend == "inductor":
         return torch._inductor.compile(graph, list(inputs), options)
     return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[arg-type]
 
 
-#: Whether Inductor describes the arguments of operators that it meets for the first time: 2.11 does, 2.13 does not.
+#: Whether Inductor describes the arguments of each operator that is new to it: torch 2.11's does, 2.13's does not.
 INDUCTOR_DESCRIBES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
 def spare_inductor_a_description(operator: torch._ops.OpOverload) -> None:
-    """Tell Inductor how to lower an operator, as it would decide itself when it first meets one in a graph.
+    """Register the lowering of an operator that Inductor itself would choose when it first meets it in a graph.
 
-    It would then describe the arguments for its log, and what these were computed of, and so on: a time that grows
-    exponentially with depth, whether or not anyone reads the log.
+    Inductor would then describe the arguments for its log, what these were computed from, and so on, which takes time
+    exponential in the depth, whether or not anyone reads the log.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if not INDUCTOR_DESCRIBES or lowering is None or operator in lowering.lowerings:
@@ -275,30 +275,30 @@ def spare_inductor_a_description(operator: torch._ops.OpOverload) -> None:
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
-    """What a ``mode`` of torch.compile means, as its options."""
+    """The options of torch.compile that a ``mode`` stands for."""
     return torch._inductor.list_mode_options(mode)
 
 
 def compiled_frame() -> Any:
-    """What tells the frame that Dynamo compiles at present from others; None if it does not."""
+    """An object that identifies the frame that Dynamo is compiling; None if it is not compiling."""
     compilation = torch._guards.CompileContext.current_compile_id()
     return None if compilation is None else compilation.frame_id
 
 
 def uncompiled(function: Any) -> Any:
-    """What ``torch.compile`` was called on, of what it made; of anything else, that itself."""
+    """The function on which ``torch.compile`` was called, from its result; anything else unchanged."""
     while hasattr(function, "_torchdynamo_orig_callable"):
         function = function._torchdynamo_orig_callable
     return function
 
 
 def recompile_limit() -> int:
-    """Up to how many graphs Dynamo compiles of one frame; then it runs the frame as Python code."""
+    """The number of graphs after which Dynamo stops compiling a frame, and runs it as Python."""
     return torch._dynamo.config.recompile_limit
 
 
 def declare_parameters(graph: torch.fx.GraphModule) -> None:
-    """Tell AOTAutograd where parameters come from that Dynamo did not put into its graph; it asks for that of all."""
+    """Tell AOTAutograd the sources of parameters that Dynamo did not put into its graph: it needs one for each."""
     sources = getattr(graph, "_param_name_to_source", None)
     if sources is not None:
         from torch._dynamo.source import ConstantSource
@@ -308,7 +308,7 @@ def declare_parameters(graph: torch.fx.GraphModule) -> None:
 
 
 def propagate(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Let the nodes of a graph know their shapes, without computing anything."""
+    """Annotate the nodes of a graph with their shapes, without computing anything."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -322,22 +322,22 @@ def is_parameter_input(node: torch.fx.Node) -> bool:
 
 
 def is_assertion(target: Any) -> bool:
-    """Whether what a node calls only asserts a dtype or device, as torch.export writes beside casts."""
+    """Whether a node's target only asserts a dtype or device, as the nodes that torch.export adds to casts do."""
     packet = getattr(torch.ops.aten, "_assert_tensor_metadata", None)
     return packet is not None and target is packet.default
 
 
 def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Dynamo calls it as it traces. ``torch.compiler.assume_constant_result`` would import the whole of Dynamo."""
+    """Make Dynamo call it during tracing. ``torch.compiler.assume_constant_result`` would import all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @_constant
 def in_higher_order() -> bool:
-    """While torch.compile traces, whether that is inside a higher-order operator, as checkpoints are.
+    """Whether torch.compile is tracing the inside of a higher-order operator, such as a checkpoint.
 
-    There Dynamo refuses to trace what changes an object from outside. If it cannot be told, no.
+    There Dynamo refuses code that changes objects from outside. If it cannot be told, no.
     """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -356,7 +356,7 @@ def running_ddp() -> Any:
 
 
 def process_groups() -> list[Any]:
-    """The process groups that there are: handles, which cannot be copied; modules hold some (Megatron, nanotron)."""
+    """All process groups: modules hold some (Megatron, nanotron), and they cannot be copied."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -366,14 +366,14 @@ def process_groups() -> list[Any]:
 
 
 def default_store() -> Store:
-    """The store by which the ranks of the default process group found each other."""
+    """The store through which the ranks of the default process group found each other."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def keep_busy(cycles: int) -> None:
-    """Let the current GPU do nothing for so many cycles; nothing at all where torch does not know how."""
+    """Keep the current GPU busy for so many cycles, where torch knows how."""
     sleep = getattr(torch.cuda, "_sleep", None)
     if sleep is not None:
         sleep(cycles)

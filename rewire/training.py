@@ -1,4 +1,4 @@
-"""What a training loop takes: parameter groups for the optimiser, and a regulariser for the loss."""
+"""For training loops: parameter groups for the optimiser, and a regulariser for the loss."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rewire.init.initializers.mup import Factors, MuP
 from rewire.init.roles import roles as roles_of
 from rewire.runtime.connection import Connection, connections, learned_connections
 
-#: Parameter groups of an optimiser of torch's.
+#: Parameter groups of a torch optimiser.
 Groups: TypeAlias = list[dict[str, Any]]
 
-#: What an Adam step moves connection weights by at most, in the units in which they are stored, unless a rate is given:
-#: a softmax whose logits move by 0.3 is at one choice within some tens of steps, and learns no more.
+#: The most by which an Adam step moves stored connection weights, unless a rate is given: a softmax whose logits move
+#: by 0.3 a step saturates within some tens of steps, and learns no more.
 _FASTEST = 0.1
 
 
@@ -35,46 +35,46 @@ def parameter_groups(
     mup: MuP | None = None,
     roles: Roles | None = None,
 ) -> Groups:
-    """Parameters of ``model`` for a torch optimiser, the connection weights in a group of their own, without decay.
+    """Parameter groups of ``model`` for a torch optimiser, with connection weights in separate groups without decay.
 
-    Weight decay would pull them towards 0, which is no neutral value: logits towards equal weights, scales towards
-    branches that are switched off. Matrices that compute weights from the input, or map states, are another matter:
-    0 is where many of them start. Works on sharded and on plain models, too, and after adapters were added: parameters
-    without gradients are left out.
+    Weight decay would pull connection weights towards 0, which is not a neutral value: logits towards equal weights,
+    scales towards disabled branches. Matrices that compute weights from the input, or map states, are different: many
+    of them start at 0. Works on sharded and on plain models, too, and after adapters were added: parameters without
+    gradients are left out.
 
-    Connection weights are stored in natural units (``Topology.natural_scales``), ANCRe's logits divided by their
-    temperature, so that their gradients leave ``clip_grad_norm_`` over all parameters to the model's. Their rates make
-    up for it: an Adam step moves weights as the formulas have them by about ``connection_lr``.
+    Connection weights are stored divided by their natural scales (``Topology.natural_scales``; ANCRe's logits by their
+    temperature), so that their gradients do not dominate ``clip_grad_norm_`` over all parameters. Their rates make up
+    for it: an Adam step changes the weights that the formulas use by about ``connection_lr``.
 
     Args:
         model: the model, rewired or not.
         lr: learning rate.
-        weight_decay: of all but the connection weights.
-        connection_lr: learning rate of the connection weights; default: ``lr``, or as much as moves what is stored by
-            0.1 a step (for ANCRe 1e-3), if that is less.
-        connection_factor: multiplies the rates of the connection weights: what `rewire.study` searches and prints.
-        decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
+        weight_decay: weight decay of all parameters but the connection weights.
+        connection_lr: learning rate of the connection weights; default: ``lr``, or the rate that changes stored values
+            by 0.1 a step (for ANCRe 1e-3), whichever is less.
+        connection_factor: multiplies the rates of the connection weights; `rewire.study` searches and prints it.
+        decay_matrices: whether to decay the matrices among the connection weights (``Topology.matrices``), too: the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
         muon_lr: learning rate of the matrices in the blocks of the trunks (linear maps, no embeddings), if Muon is to
-            get these. All groups then say ``use_muon``, as optimisers that do both read it.
-        mup: what the model was initialised with; rates, decay and Adam's ``eps`` (1e-8 in the model that was tuned) of
-            all others are scaled by it, in a group for each scale; with ``base_depth`` also the rates of connection
-            weights whose fan-in grows with the depth (``Topology.depth_powers``): those of `denseformer` and
-            `ancre-none` are divided by L / base_depth, of `muddformer` the static ones by it, W2's by its square.
-        roles: for ``mup``, of a model that is sharded, compiled or wrapped, as `rewire.initialize` takes them.
+            train these. All groups then have a ``use_muon`` entry, for optimisers that combine Muon and AdamW.
+        mup: the initialiser of the model. It scales the rates, decay and Adam's ``eps`` (1e-8 in the tuned model) of
+            all other parameters, in one group for each scale. With ``base_depth`` it also scales the rates of
+            connection weights whose fan-in grows with the depth (``Topology.depth_powers``): those of `denseformer`
+            and `ancre-none` are divided by L / base_depth, `muddformer`'s static ones by it, its W2 by its square.
+        roles: for ``mup``, if the model is sharded, compiled or wrapped: its roles, as for `rewire.initialize`.
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
-        unit, rate and decay; none is empty. With ``muon_lr`` the matrices are the first group.
+        scale, rate and decay; none is empty. With ``muon_lr`` the matrices are the first group.
 
     Raises:
-        TypeError, ValueError: a rate or decay is no number, or below 0; or ``mup`` is given together with ``muon_lr``.
+        TypeError, ValueError: a rate or decay is negative or not a number; ``mup`` and ``muon_lr`` are both given.
 
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
         >>> optimizer = torch.optim.AdamW(groups)
 
-        With ``torch.optim.Muon``, which takes nothing but matrices:
+        With ``torch.optim.Muon``, which takes only matrices:
 
         >>> matrices, *others = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, muon_lr=0.02)
         >>> optimizers = torch.optim.Muon(matrices["params"], lr=matrices["lr"]), torch.optim.AdamW(others)
@@ -88,16 +88,16 @@ def parameter_groups(
         roles = roles_of(model) if roles is None else roles
         mup.check(roles)
     deeper = mup.multipliers(roles)[1] if mup is not None and roles is not None else 1.0
-    own: dict[tuple[float, float, float], list[nn.Parameter]] = {}  # by unit, by how much slower, and decay
+    own: dict[tuple[float, float, float], list[nn.Parameter]] = {}  # by (scale, depth divisor, decay)
     for connection in connections(model).values():
         topology = connection.layout.topology
         decayed, powers = topology.matrices if decay_matrices else (), topology.depth_powers()
         for name, parameter in connection.named_parameters():
-            unit, weight = connection.stored_in[name], connection.weight_of(name)
+            scale, weight = connection.stored_in[name], connection.weight_of(name)
             slower = deeper ** powers.get(weight, 0)
-            # An optimiser decays by rate times decay, and the rate has the unit in it.
-            decay = weight_decay * unit * slower if weight in decayed else 0.0
-            own.setdefault((unit, slower, decay), []).append(parameter)
+            # An optimiser decays by rate times decay, and the rate is divided by the scale.
+            decay = weight_decay * scale * slower if weight in decayed else 0.0
+            own.setdefault((scale, slower, decay), []).append(parameter)
     learned = {id(p) for parameters in own.values() for p in parameters}
     matrices = [] if muon_lr is None else _matrices(model)
     learned |= {id(p) for p in matrices}
@@ -106,8 +106,8 @@ def parameter_groups(
     if mup is not None:
         assert roles is not None
         groups = _scaled(model, others, lr, weight_decay, mup, roles)
-    for (unit, slower, decay), parameters in own.items():
-        of_own = connection_factor * min(rate / unit, fastest) / slower
+    for (scale, slower, decay), parameters in own.items():
+        of_own = connection_factor * min(rate / scale, fastest) / slower
         groups.append({"params": parameters, "lr": of_own, "weight_decay": decay})
     if muon_lr is not None:
         muon = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay, "use_muon": True}
@@ -119,7 +119,7 @@ def parameter_groups(
 def _scaled(
     model: nn.Module, parameters: list[nn.Parameter], lr: float, weight_decay: float, mup: MuP, roles: Roles
 ) -> Groups:
-    """Groups of ``parameters`` by what ``mup`` multiplies their rates, decays and epsilons with."""
+    """Groups of ``parameters`` by the factors of ``mup`` for their rates, decays and epsilons."""
     names, found = {id(p): name for name, p in model.named_parameters()}, dict[Factors, list[nn.Parameter]]()
     for p in parameters:
         weight = next(iter(roles.of(names[id(p)])), None)
@@ -135,7 +135,7 @@ def _scaled(
 
 
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices in the blocks of the model's trunks; tables of embeddings aside."""
+    """The matrices in the blocks of the model's trunks, except embedding tables."""
     trunks = [connection.trunk for connection in connections(model).values() if connection.trunk is not None]
     blocks = {site.block for trunk in trunks for site in trunk.sites}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | Connection) for p in m.parameters()}
@@ -144,7 +144,7 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _check(**numbers: object) -> None:
-    """Refuse what is no number of 0 or more, as optimisers do."""
+    """Raise TypeError or ValueError for anything but a number of at least 0, as optimisers do."""
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor)):
             raise TypeError(f"{name} must be a number, not {value!r}.")
@@ -153,21 +153,21 @@ def _check(**numbers: object) -> None:
 
 
 def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
-    """Mean Tsallis entropy of the normalised connection weights of ``model``; 0 where each is one-hot.
+    """Mean Tsallis entropy of the normalised connection weights of ``model``; 0 if all are one-hot.
 
-    ``S_q(p) = (1 - sum_i p_i^q) / (q - 1)`` of each softmax p, in the limit q = 1 Shannon's entropy, averaged over all
-    softmaxes of at least two entries, so that its strength does not depend on the depth. The first version of ANCRe
-    (arXiv 2602.09009v1, Section 4.1) suggests it to make connections sparse:
-    ``loss = loss + 0.01 * rewire.sparsity_penalty(model)``. Uniform weights, the paper start, are its maximum: there
-    its own gradient is zero, and the loss has to make the first step.
+    This is ``S_q(p) = (1 - sum_i p_i^q) / (q - 1)`` of each softmax p (Shannon's entropy in the limit q = 1), averaged
+    over all softmaxes with at least two entries, so that its strength does not depend on the depth. The first version
+    of ANCRe (arXiv 2602.09009v1, Section 4.1) suggests it to make connections sparse:
+    ``loss = loss + 0.01 * rewire.sparsity_penalty(model)``. It is maximal for uniform weights, the paper start, where
+    its gradient is zero; the loss itself has to move the weights first.
 
     Args:
-        model: rewired with a topology whose weights are normalised (``ancre-ingoing``, ``ancre-outgoing``, both with
-            ``start="paper"``: the preserving start adds a difference of such weights to the plain network).
-        q: entropic index, above 0; the larger, the less small weights count.
+        model: a model rewired with a topology whose weights are normalised (``ancre-ingoing``, ``ancre-outgoing``, both
+            with ``start="paper"``: the preserving start adds a difference of such weights to the plain network).
+        q: entropic index, above 0; the larger it is, the less small weights count.
 
     Returns:
-        Scalar, float32, with gradients to the connection weights.
+        A float32 scalar, differentiable with respect to the connection weights.
 
     Raises:
         RewireError: the model was not rewired.

@@ -1,4 +1,4 @@
-"""What the finder reports: trunks, their residual adds, and what was left alone."""
+"""The finder's report: trunks, their residual adds, and what was left alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rewire.console import Shown, table
 
-#: Whether one stream goes on through all passes of blocks that run several times, or begins anew in each.
+#: Whether one stream continues through all passes of blocks that run several times, or begins anew in each pass.
 Loop: TypeAlias = Literal["continue", "restart"]
 #: See `Trunk.loops`.
 Loops: TypeAlias = tuple[tuple[int, int, int], ...]
@@ -24,16 +24,16 @@ class Site:
 
     Attributes:
         name: path of the branch from the model's root, ``model.layers.0.self_attn``.
-        block: path of the module whose forward adds, ``model.layers.0``.
-        branch: the main module of the branch, below the block: ``self_attn``.
+        block: path of the module whose forward has the add, ``model.layers.0``.
+        branch: path of the branch's main module, relative to the block: ``self_attn``.
         kind: ``attention``, ``cross-attention``, ``linear-attention`` (without a softmax), ``ffn``, ``parallel``,
             ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
-        affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
-        in_place: whether these write to the sum.
-        overwritten: whether the next add writes to what these make, in place.
-        width: channels of the stream; None if the structure does not tell.
-        channel_dim: dimension of the channels: -1 where they come last, -3 in an image; 1 counts from the front.
+        affine: whether ``post`` only scales the state and adds to it (``l * x + m * x0`` between blocks).
+        in_place: whether ``post`` writes to the sum in place.
+        overwritten: whether the next add writes to the result of ``post`` in place.
+        width: number of channels of the stream; None if the structure does not tell.
+        channel_dim: dimension of the channels: -1 if they come last, -3 in an image; 1 counts from the front.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Trunk:
 
     Attributes:
         name: path of the container of its blocks, ``model.layers``.
-        sites: the residual adds; a block that is called several times has its adds here as often.
-        units: for each site the number (from 1) of the block that it belongs to.
-        owner: path of the module that the connection weights are registered on.
-        loops: those that the stream goes on through, by number of residual adds: before the loop, and of one pass; and
-            the number of passes.
+        sites: the residual adds; if a block is called several times, its adds are repeated.
+        units: for each site the number (from 1) of its block.
+        owner: path of the module on which the connection weights are registered.
+        loops: the loops through which the stream continues, each as (adds before the loop, adds of one pass, number of
+            passes).
         turned: whether views between its adds move the channels to another dimension, and back.
     """
 
@@ -71,32 +71,32 @@ class Trunk:
 
     @property
     def post_norm(self) -> bool:
-        """Whether states pass a norm or an activation between the residual adds."""
+        """Whether states pass through a norm or an activation between the residual adds."""
         return any(site.post and not site.affine for site in self.sites)
 
     @property
     def widths(self) -> set[int]:
-        """What is known of the channels of its states; several only where no run has shown their shapes."""
+        """The known widths of its states; several only if no run has shown their shapes."""
         return {site.width for site in self.sites if site.width is not None}
 
     @property
     def width(self) -> int:
-        """Channels of its states; 0 if unknown."""
+        """Number of channels of its states; 0 if unknown."""
         return next((site.width for site in self.sites if site.width), 0)
 
     @property
     def channel_dim(self) -> int:
-        """Dimension of the channels, as for a `Site`."""
+        """Dimension of the channels, as in a `Site`."""
         return next((site.channel_dim for site in self.sites if site.width), -1)
 
     @property
     def posts(self) -> tuple[int, ...]:
-        """Numbers, from 0, of the residual adds whose sum passes a norm or another operation."""
+        """Numbers, from 0, of the residual adds whose sum passes through a norm or another operation."""
         return tuple(number for number, site in enumerate(self.sites) if site.post)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a `Layout` says of its states, by the names of its arguments."""
+        """The arguments of a `Layout` that describe the trunk's states, by name."""
         overwritten = tuple(number for number, site in enumerate(self.sites) if site.overwritten)
         return {"channel_dim": self.channel_dim, "posts": self.posts, "loops": self.loops, "overwritten": overwritten}
 
@@ -111,11 +111,11 @@ class LeftAlone:
     """A residual add that was left alone, or a module that could not be read.
 
     Attributes:
-        path: of the branch or the module, from the model's root.
-        why: in words.
-        place: file and line of the user's source; empty if they are not known.
-        written: what stands there.
-        remedy: what to do; empty if it is left alone for good.
+        path: path of the branch or the module, from the model's root.
+        why: the reason, in words.
+        place: file and line of the user's source; empty if unknown.
+        written: the expression at that place.
+        remedy: what to do about it; empty if nothing can be done.
     """
 
     path: str
@@ -126,7 +126,7 @@ class LeftAlone:
 
 
 def told(left: Sequence[LeftAlone]) -> list[tuple[str, str, str]]:
-    """Path, reason and place of what was left alone; the same said of many modules is said once."""
+    """Path, reason and place of what was left alone; modules with the same reason and place share one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for one in left:
         why = f"{one.why}; {one.remedy}" if one.remedy else one.why
@@ -148,8 +148,8 @@ class Report(Shown):
     Attributes:
         trunks: the residual streams that can be rewired.
         left: what was left alone.
-        dropped: branches that some runs in training mode left out, as layer dropping does. They are connected, and add
-            nothing where they do not run.
+        dropped: branches that some runs in training mode skipped, as layer dropping does. They are connected, and add
+            nothing when they are skipped.
     """
 
     trunks: tuple[Trunk, ...]
@@ -158,7 +158,7 @@ class Report(Shown):
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Module path -> why a residual add there was left alone, or why the module could not be read."""
+        """Module path -> the reason why a residual add there was left alone, or why the module could not be read."""
         return {one.path: one.why for one in reversed(self.left)}
 
     def shown(self) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""`rewire.Backend` (in `dynamo`): the same for flat graphs that torch.compile captured."""
+"""`rewire.Backend` (in `dynamo`): rewires flat graphs that torch.compile captured."""
 
 from rewire.backend.dynamo import Backend, by_name
 

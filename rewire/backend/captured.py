@@ -1,4 +1,4 @@
-"""Pass: compare a rewritten flat graph with the graph that was captured, on the inputs of the first call."""
+"""Pass: compare a rewritten flat graph with the captured one, on the inputs of the first call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewire.runtime.connection import connections
 from rewire.topologies.base import Start
 from rewire.torch_internals import EXPORT_GUARDS, is_fake
 
-#: A captured graph is for one mode, and runs in that.
+#: The two comparisons; a captured graph is for one mode, and is compared in that.
 _FIRST, _PERTURBED = "the inputs of the first call", "the inputs of the first call, perturbed weights"
 SETTINGS = (Setting(_FIRST), Setting(_PERTURBED, perturbed=True))
 STARTS = (
@@ -27,7 +27,7 @@ STARTS = (
 
 
 class CapturedGraph(nn.Module):
-    """A flat graph as a module that takes tensors one by one; parameters among its inputs (Dynamo's) are its own."""
+    """A flat graph as a module that takes tensors as separate arguments, and owns parameters among Dynamo's inputs."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
@@ -44,22 +44,22 @@ class CapturedGraph(nn.Module):
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """A module with a copy of the graph, around the same tensors and modules, that takes and returns plain tuples."""
+    """A module with a copy of the graph, the same tensors and modules, and plain tuples as input and output."""
     own = fx.Graph()
     own.output(own.graph_copy(graph.graph, {}))
-    for guards in own.find_nodes(op="call_module", target=EXPORT_GUARDS):  # of torch.export; they cannot be copied
+    for guards in own.find_nodes(op="call_module", target=EXPORT_GUARDS):  # torch.export's, which cannot be copied
         own.erase_node(guards)
     return fx.GraphModule(graph, own)
 
 
 def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], start: Start) -> None:
-    """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
+    """Compare the rewrite with plain connections in it to the original; with a preserving start, also as it is.
 
     Args:
-        original: the graph as it was captured.
-        rewritten: the same, its trunks through streams.
-        inputs: of the first call: a value for each placeholder, parameters among them.
-        start: of the connections.
+        original: the captured graph.
+        rewritten: the graph whose trunks go through streams.
+        inputs: inputs of the first call, a value for each placeholder, including parameters.
+        start: the connections' start.
 
     Raises:
         ValidationMismatch: outputs or gradients differ.
@@ -71,7 +71,7 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
         return
     after = shared(after)
     if start == "preserve":
-        for connection in connections(after).values():  # which may have learned since, in another graph
+        for connection in connections(after).values():  # these may have learned since, in another graph
             connection.become(connection.layout)
     given: Inputs = tuple(number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
     try:

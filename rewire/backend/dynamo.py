@@ -1,4 +1,4 @@
-"""A backend of torch.compile: learned depth connections for graphs that are captured whole.
+"""A torch.compile backend that adds learned depth connections to graphs that are captured whole.
 
 ``torch.compile(model, backend=rewire.Backend("denseformer"))``
 """
@@ -54,10 +54,10 @@ class BackendReport:
     """What a `Backend` did to the graphs that it compiled.
 
     Attributes:
-        graphs: how many there were.
-        residuals: the trunks that were rewired; and what was left alone, with the reason.
-        norms: on devices with kernels, those that read a residual stream first, and what stands in the way of computing
-            them together with the read.
+        graphs: number of graphs.
+        residuals: the trunks that were rewired, and what was left alone, with the reason.
+        norms: on devices with kernels, the norms that read a stream first, each with the reason if it cannot be
+            computed together with the read.
     """
 
     graphs: int
@@ -71,27 +71,27 @@ class BackendReport:
 
 
 class Backend:
-    """A backend of ``torch.compile``. One object is for one model: all graphs of it share the connection weights.
+    """A backend of ``torch.compile``. Each object is for one model, whose graphs share the connection weights.
 
     The residual adds of each graph are replaced by learned connections, as `rewire.compile` replaces them in a model's
-    blocks. What is made of the graph goes to AOTAutograd and on to ``inner``.
+    blocks. The rewritten graph goes to AOTAutograd and then to ``inner``.
 
-    The weights belong to this object, not to the model: hand `parameters` to the optimiser, and save `state_dict`.
+    The weights belong to this object, not to the model: give `parameters` to the optimiser, and save `state_dict`.
     They exist once a graph has been compiled, that is, after the first call of the compiled model.
 
     Args:
         topology: a name, a `Topology` object, or a dict of these by trunk, as for `rewire.compile`.
         granularity, start, trunks: as for `rewire.compile`.
-        inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
-        inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
+        inner: the backend that compiles the rewritten graphs: ``"inductor"`` or any other of ``torch.compile``.
+        inner_options: options of Inductor, such as ``{"triton.cudagraphs": True}``.
         validate: compare outputs and gradients of each rewired graph with those of the captured one, on the inputs of
             the first call, before it is compiled.
         options: options of the named topology.
 
     Raises:
-        UnknownName: no such topology; near names are given. (A trunk that no graph has is one when the last graph of
-            a model is compiled.)
-        TypeError, ValueError: another argument is not one of what is said above.
+        UnknownName: no such topology; the message suggests similar names. (For a trunk that no graph has, this is
+            raised when the last graph of the model is compiled.)
+        TypeError, ValueError: another argument has a wrong type or value.
 
     Example:
         >>> backend = rewire.Backend("denseformer", inner="eager")
@@ -124,19 +124,18 @@ class Backend:
         self._connections = nn.ModuleDict()
         self._trunks: dict[str, Trunk] = {}
         self._owners: dict[str, list[weakref.ref[nn.Parameter]]] = {}  # by trunk: parameters of the model
-        self._kept: dict[int, weakref.WeakSet[Callable[..., Any]]] = {}  # by frame of Dynamo: what it runs
-        self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
+        self._kept: dict[int, weakref.WeakSet[Callable[..., Any]]] = {}  # by Dynamo's frame: its compiled graphs
+        self._seen: list[Trunk] = []  # trunks found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
-        self.__name__ = "rewire"  # in messages of torch.compile
+        self.__name__ = "rewire"  # for torch.compile's messages
         self._report = BackendReport(0, Report(()))
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Backend:
-        """The backend behind ``torch.compile(model, backend="rewire", options=options)``, for this very dict.
+        """The backend of ``torch.compile(model, backend="rewire", options=options)``, for this dict.
 
-        Its keys are the arguments of `Backend`; keys with a dot in them (``"triton.cudagraphs"``) and others that
-        Inductor knows are options of Inductor. The backend is kept in the dict itself, under ``"rewire"``, and lives as
-        long as that.
+        Its keys are arguments of `Backend`; keys with a dot (``"triton.cudagraphs"``) and others that Inductor knows
+        are Inductor's options. The backend is stored in the dict itself, under ``"rewire"``, and lives as long as it.
         """
         if _KEPT not in options:
             own = {key: value for key, value in options.items() if key in _ARGUMENTS}
@@ -150,9 +149,9 @@ class Backend:
         """Compile one graph; ``torch.compile`` calls this.
 
         Raises:
-            UnsupportedCall: a graph break cuts a trunk, a trunk differs from the one of that name in earlier graphs, or
-                there are so many graphs that Dynamo would run the next kind of inputs without any.
-            UnsupportedTopology, WidthMismatch, ValidationMismatch: as `rewire.compile`.
+            UnsupportedCall: a graph break cuts a trunk; a trunk differs from the one of that name in earlier graphs; or
+                there are so many graphs that Dynamo would no longer compile new kinds of inputs.
+            UnsupportedTopology, WidthMismatch, ValidationMismatch: as for `rewire.compile`.
         """
         rewired = self._rewrite(graph, example_inputs)
         kept = self._kept_with_room() if rewired else weakref.WeakSet()
@@ -163,14 +162,14 @@ class Backend:
         return run
 
     def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
-        """The module of an exported program, or a copy of a graph module, rewritten: to be run, trained or compiled.
+        """Rewrite an exported program or a graph module into a new module, which can be run, trained or compiled.
 
-        It holds the connection weights of this backend beside its own parameters, which are shared with ``program``.
+        It has the connection weights of this backend, and shares its other parameters with ``program``.
 
         Args:
-            program: its graph may be of torch functions or of ATen operators.
-            inputs: positional arguments for a graph module whose nodes do not know their shapes; without shapes no
-                width is known.
+            program: a program or module whose graph consists of torch functions or of ATen operators.
+            inputs: positional arguments for a graph module whose nodes have no shapes; without shapes, widths are
+                unknown.
         """
         given: Sequence[Any] = inputs
         if isinstance(program, torch.export.ExportedProgram):
@@ -193,7 +192,7 @@ class Backend:
         return self._made().parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The connection weights with the names that they have in `state_dict`.
+        """The connection weights with their names in `state_dict`.
 
         Raises:
             RewireError: there are none yet.
@@ -201,7 +200,7 @@ class Backend:
         return self._made().named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The connection weights, and for each trunk the recipe that they belong to.
+        """The connection weights, and for each trunk its recipe.
 
         Raises:
             RewireError: there are none yet.
@@ -209,10 +208,10 @@ class Backend:
         return self._made().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            RewireError: there are no weights yet, or these belong to another rewiring.
+            RewireError: there are no weights yet, or the state belongs to another rewiring.
         """
         self._made().load_state_dict(state)
 
@@ -222,11 +221,11 @@ class Backend:
 
     @property
     def report(self) -> BackendReport:
-        """What was rewired and lowered in the graphs so far, and what was not."""
+        """What was rewired and fused in the graphs so far, and what was not."""
         return self._report
 
     def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
-        """Rewrite a graph in place, compare it on ``inputs`` with what it was, and return the names of its trunks."""
+        """Rewrite a graph in place, compare it with the original on ``inputs``, and return the names of its trunks."""
         captured = copied(graph)
         found = _found(graph)
         rewired, norms = list[Trunk](), list[Fusion]()
@@ -245,7 +244,7 @@ class Backend:
         return [trunk.name for trunk in rewired]
 
     def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
-        """Refuse names that no graph of the model has, once its last graph is there."""
+        """Raise UnknownName, at the model's last graph, for names of trunks that no graph has."""
         self._seen += trunks
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None or not reason.graph_break:
@@ -254,7 +253,7 @@ class Backend:
                 check_names(self.topologies, seen)
 
     def _connect(self, graph: fx.GraphModule, found: Finding, name: str, topology: Topology) -> list[Fusion]:
-        """Let a trunk go through a stream that this backend's connection opens; the norms that read it first."""
+        """Replace a trunk's adds by a stream of this backend's connection; returns the norms that read it first."""
         trunk, chain, key = found.trunks[name], found.chains[name], name.replace(".", "_")
         if key not in self._connections:
             layout = layout_of(trunk, topology, self.granularity)
@@ -278,12 +277,12 @@ class Backend:
         attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
         norms = _norms(graph, chain, layout)
         gate = f"{CONNECTIONS}.{key}"
-        graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
+        graph.add_submodule(gate, self._connections[key])  # called by `rewrite_chain`'s nodes
         rewrite_chain(graph.graph, chain, gate, attentions, {n: norm for n, (norm, _) in norms.items() if norm})
         return [fusion for _, fusion in norms.values() if fusion]
 
     def _check_whole(self, graph: fx.GraphModule, found: Finding, chosen: Collection[str]) -> None:
-        """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
+        """Raise UnsupportedCall for trunks that continue outside this graph, as far as one Dynamo graph can tell."""
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None:  # not Dynamo's
             return
@@ -311,10 +310,10 @@ class Backend:
                 )
 
     def _kept_with_room(self) -> weakref.WeakSet[Callable[..., Any]]:
-        """Graphs that Dynamo keeps for the frame that it compiles, of which there is not to be a last one.
+        """The graphs that Dynamo keeps for the frame that it compiles, if it can still add another one after this.
 
         Raises:
-            UnsupportedCall: it is: Dynamo would run further kinds of inputs as Python code, without the connections.
+            UnsupportedCall: it cannot: it would run new kinds of inputs as Python, without the connections.
         """
         frame = compiled_frame()
         if frame is None:  # not Dynamo's
@@ -333,13 +332,13 @@ class Backend:
     def _for_one_model(
         self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """``compiled``, for the model that the weights of these trunks belong to.
+        """Restrict ``compiled`` to the model to which the weights of these trunks belong.
 
-        Its parameters are inputs of the graph, so that Dynamo would run it for other models of the same class, too.
+        Parameters are inputs of the graph, so Dynamo would also run it for other models of the same class.
         """
         first = next((n for n, value in enumerate(inputs) if isinstance(value, nn.Parameter)), None)
         if first is None or not trunks:
-            return lambda *args: compiled(*args)  # an object of its own
+            return lambda *args: compiled(*args)  # a new object, for the weak set
         self._check_owner(trunks, inputs)
         known = weakref.ref(inputs[first])
 
@@ -353,7 +352,7 @@ class Backend:
         return run
 
     def _check_owner(self, trunks: Sequence[str], inputs: Sequence[Any]) -> None:
-        """Refuse a graph that has none of the parameters that earlier graphs with these trunks had."""
+        """Raise an error for a graph without any parameter of the earlier graphs with these trunks."""
         parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
         for trunk in trunks:
             owners = self._owners.get(trunk)
@@ -390,8 +389,8 @@ def by_name(
     """The backend ``"rewire"`` of ``torch.compile``: see `Backend.of` for its options.
 
     Raises:
-        TypeError: ``options`` name no topology.
-        ValueError: a ``mode`` was given; ``options`` say the same.
+        TypeError: ``options`` do not name a topology.
+        ValueError: a ``mode`` was given; use ``options`` instead.
     """
     if mode is not None:
         same = options_of_mode(mode)
@@ -403,12 +402,12 @@ def by_name(
 
 #: Arguments of `Backend`, as keys of the options of ``torch.compile``.
 _ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options", "validate"}
-#: Key of these options under which the backend that was made for them is kept.
+#: Key in these options under which their backend is stored.
 _KEPT = "rewire"
 
 
 def _found(graph: fx.GraphModule) -> Finding:
-    """The trunks of a graph, without those whose stream is reshaped on its way."""
+    """The trunks of a graph, without those that are reshaped between adds."""
     found = finding_in(flow_of(graph.graph, graph))
     for name, chain in list(found.chains.items()):
         if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
@@ -419,7 +418,7 @@ def _found(graph: fx.GraphModule) -> Finding:
 
 
 def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tuple[FlatNorm | None, Fusion | None]]:
-    """Where kernels run, the norms that read the state between two adds first, by the number of the second add."""
+    """By the number of the second add, the norm that reads the state between two adds first; empty without kernels."""
     like = tensor_of(chain.entry.node, graph)
     if like is None or not uses_kernels(like):
         return {}
@@ -428,12 +427,12 @@ def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tup
 
 
 def _both(first: Iterable[_Item], second: Iterable[_Item]) -> tuple[_Item, ...]:
-    """The items of both, each once."""
+    """The items of both, without duplicates."""
     return tuple(dict.fromkeys((*first, *second)))
 
 
 def _device(graph: fx.GraphModule) -> torch.device | None:
-    """Where the parameters of a graph are: its own, or those that Dynamo hands in."""
+    """The device of a graph's parameters: its own, or those among Dynamo's inputs."""
     handed = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     tensors = [*graph.parameters(), *(x for x in handed if isinstance(x, nn.Parameter))]
     return next((x.device for x in tensors), None)

@@ -1,7 +1,7 @@
 """Pass: rewrite a flat graph so that the residual adds of one trunk go through a stream.
 
-Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and what read ``x`` reads ``stream.value()``; or
-the attentions' projections, parts of it. Where kernels run, a norm that reads it is computed with it.
+Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and users of ``x`` use what ``stream.read()``
+returns; projections of attentions may get parts of it. With kernels, a norm is computed together with the read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def rewrite_chain(
     attentions: Mapping[int, Attention],
     norms: Mapping[int, FlatNorm] = MappingProxyType({}),
 ) -> None:
-    """Let the adds of ``chain`` go through a stream.
+    """Replace the adds of ``chain`` by operations on a stream.
 
     Args:
-        graph: the graph that the chain was found in; changed in place.
+        graph: the graph in which the chain was found; changed in place.
         chain: the residual adds.
-        opens: path of the module that opens the stream.
-        attentions: those that get separate values for queries, keys and values, by the number of their add.
-        norms: those that are computed together with what they read, by the number, from 1, of the add behind it.
+        opens: path of the module that begins the stream.
+        attentions: by the number of their add, attentions that get separate q/k/v inputs.
+        norms: by the number, from 1, of the next add, norms that are computed together with the read.
     """
     entry = chain.entry.node
     with graph.inserting_after(_last_placeholder(entry)):
@@ -62,7 +62,7 @@ def rewrite_chain(
 
 
 def _read(graph: fx.Graph, stream: fx.Node, norm: FlatNorm | None = None) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """The stream to write to, its value, and what ``norm`` makes of that (without one, the value)."""
+    """The stream to write to, the read, and the output of ``norm`` for it (without a norm, the read)."""
     with graph.inserting_before(stream.next):
         given = () if norm is None else (norm.insert(graph),)
         found = graph.call_method("read_normed" if given else "read", (stream, *given))
@@ -83,14 +83,14 @@ def _write(graph: fx.Graph, add: Add, stream: fx.Node) -> fx.Node:
 
 
 def _sweep(graph: fx.Graph, add: Add) -> None:
-    """Erase the additions that are unused now."""
+    """Erase additions that have become unused."""
     for op in (add.op, *reversed(add.inner)):
         if not op.node.users:
             graph.erase_node(op.node)
 
 
 def _last_placeholder(entry: fx.Node) -> fx.Node:
-    """Where code that uses ``entry`` may begin: after all arguments."""
+    """The node after which ``entry`` can be used: the last placeholder, or ``entry``."""
     node = entry
     while node.next.op == "placeholder":
         node = node.next

@@ -1,7 +1,7 @@
-"""Pass: feed the queries, keys and values of an attention from three values, in a flat graph.
+"""Pass: give queries, keys and values of an attention separate inputs, in a flat graph.
 
-A graph has no modules to ask: where an attention projects its input is told by the operations that read it, and by the
-paths of the modules that they ran in.
+A graph has no modules: the projections of an attention are found by the operations that read its input, and by the
+paths of the modules in which these ran.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.trunk import Site
 
-#: Operations that project, and which argument of theirs is what is projected.
+#: Operations that project -> the position of the argument that they project.
 _PRODUCTS = {"linear": 0, "addmm": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """An argument of an operation that is to be computed from the value for queries, for keys or for values.
+    """An argument of an operation that is to be computed from the input for queries, for keys or for values.
 
     Attributes:
         node: the operation.
-        position: of the argument.
+        position: position of the argument.
         way: ``q``, ``k`` or ``v``.
-        path: the operations between the state (excluded) and the argument (included), in order.
+        path: the operations from the state (excluded) to the argument (included), in order.
     """
 
     node: fx.Node
@@ -43,11 +43,11 @@ class Fed:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Where an attention projects its input: three arguments, of three operations or of one.
+    """The projections of an attention: three operations, or one for all three.
 
     Attributes:
-        fed: the arguments.
-        fused: layout of the output, if it is one operation for all three.
+        fed: the projected arguments.
+        fused: layout of the output, if one operation projects all three.
     """
 
     fed: tuple[Fed, ...]
@@ -55,10 +55,10 @@ class Attention:
 
 
 def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
-    """Where the attention of a residual add projects its input.
+    """The projections of a residual add's attention.
 
     Raises:
-        UnsupportedTopology: that was not found.
+        UnsupportedTopology: they were not found.
     """
     reached = _reached(add)
     multihead = [op for op in reached if op.name == MULTIHEAD]
@@ -91,7 +91,7 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
 
 
 def _by_use(flow: Flow, add: Add, products: dict[str, Op], width: int) -> Attention | None:
-    """The projections of what an attention uses as queries, keys and values; None if these are not clear."""
+    """The projections, by how the attention uses their results; None if that is not clear."""
     known = projections_in(flow, add)
     paths, beside = known[0] if len(known) == 1 else ((), {})
     if beside or not paths or not products.keys() >= {*paths}:
@@ -105,7 +105,7 @@ def _by_use(flow: Flow, add: Add, products: dict[str, Op], width: int) -> Attent
 
 
 def separate(graph: fx.Graph, value: fx.Node, attention: Attention) -> fx.Node:
-    """Let the projections of ``attention`` read their part of ``value``, a `QKVInputs`, and all else the residual.
+    """Connect the projections of ``attention`` to their part of ``value``, a `QKVInputs`, and all else to the residual.
 
     Returns:
         The residual.
@@ -128,7 +128,7 @@ def separate(graph: fx.Graph, value: fx.Node, attention: Attention) -> fx.Node:
 
 
 def _computed(graph: fx.Graph, fed: Fed, state: fx.Node, value: fx.Node) -> fx.Node:
-    """An argument, computed from ``value`` as it is from ``state``."""
+    """An argument, computed from ``value`` in place of ``state``."""
     made = {state: value}
     with graph.inserting_before(fed.node):
         for node in fed.path:
@@ -154,7 +154,7 @@ def _feed_fused(graph: fx.Graph, fed: Fed, fused: Fused, arguments: list[fx.Node
 
 
 def _reached(add: Add) -> list[Op]:
-    """What reads the state of ``add`` in its branches, as it is or after operations without weights, in order."""
+    """The operations that read the state of ``add`` in its branches, perhaps after others without weights, in order."""
     passed, found = {add.state}, set[Op]()
     for op in sorted(add.region, key=lambda op: op.index):
         if any(source in passed for source in op.inputs):
@@ -178,8 +178,8 @@ def _rows(op: Op) -> int | None:
 
 
 def _position(op: Op) -> int | None:
-    """Which argument of a projection is what is projected; None if it is none."""
+    """The position of the argument that an operation projects; None if it is not a projection."""
     if op.leaf is not None:
         return 0 if type(op.leaf) is nn.Linear else None
-    by_name = bool(op.node.kwargs) or len(op.node.args) < 2  # a bias, say, or factors
+    by_name = bool(op.node.kwargs) or len(op.node.args) < 2  # such as a bias or factors
     return None if by_name else _PRODUCTS.get(op.name)

@@ -1,6 +1,6 @@
 """Pass: find the norm that reads a value first, in a flat graph.
 
-A graph has no modules to ask. A norm is one operation or several there, and is found, as a module is, by what it
+A graph has no modules: there a norm is one or several operations, and is recognised, like a module, by what it
 computes.
 """
 
@@ -19,14 +19,14 @@ from rewire.passes.editing.fusions import Fusion
 from rewire.passes.finding.flow import Op
 from rewire.torch_internals import is_assertion
 
-#: Where a rewritten graph has the operations of its norms.
+#: The submodule of a rewritten graph that holds the operations of its norms.
 _MODULES = "depth_norms"
-#: Names of operations that write to a tensor, or change how those behind them run; ``and_`` is an operator of Python's.
+#: Names of operations that write to a tensor, or change how later ones run; ``and_`` is one of Python's operators.
 _EFFECT = re.compile(
     r"(?!(and|or|not|is)_$).*[^_]_|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)|setitem"
     r"|_(enter|exit)_autocast|_set_grad_enabled"
 )
-#: To and from these a norm casts; what it computes is found in float32.
+#: Dtypes to and from which a norm may cast; it is recognised in float32.
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -35,8 +35,8 @@ class Candidate:
     """Operations that may be a norm.
 
     Attributes:
-        value: what they read.
-        steps: the operations, in order; the last makes the result.
+        value: the value that they read.
+        steps: the operations, in order; the last one computes the result.
         parameters: the weight and, if there are two, the bias.
     """
 
@@ -50,7 +50,7 @@ class Candidate:
         return node
 
     def function(self, changed: Callable[[Any], Any] = lambda argument: argument) -> fx.GraphModule:
-        """A function of the value and the parameters; ``changed`` is asked for arguments that are no tensors."""
+        """The operations as a function of value and parameters; ``changed`` maps arguments that are not tensors."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for op in (self.value, *self.parameters):
             made[op.node] = graph.placeholder(op.node.name)
@@ -64,11 +64,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class FlatNorm:
-    """A norm of a flat graph that a kernel can compute together with what it reads.
+    """A norm in a flat graph that a kernel can compute together with its input.
 
     Attributes:
-        operations: of the graph.
-        kind, eps: what they compute.
+        operations: the norm's operations.
+        kind, eps: the norm that they compute.
     """
 
     operations: Candidate
@@ -76,7 +76,7 @@ class FlatNorm:
     eps: float
 
     def insert(self, graph: fx.Graph) -> fx.Node:
-        """An `Inlined` at the graph's point of insertion; its operations become a module of the graph's."""
+        """Insert an `Inlined` at the graph's insertion point; its operations become a submodule."""
         root, path = graph.owning_module, f"{_MODULES}.{self.operations.result.name}"
         assert root is not None
         root.add_submodule(path, self.operations.function())
@@ -84,17 +84,17 @@ class FlatNorm:
         return graph.call_function(Inlined, (self.kind, self.eps, graph.get_attr(path), *given))
 
     def replace(self, graph: fx.Graph, node: fx.Node) -> None:
-        """Let ``node`` take the place of the result."""
+        """Replace the norm's result by ``node``."""
         self.operations.result.replace_all_uses_with(node)
         for op in reversed(self.operations.steps):
             for user in [user for user in op.node.users if is_assertion(user.target)]:
-                graph.erase_node(user)  # or an exported program would go on computing what is asserted of
+                graph.erase_node(user)  # else an exported program would still compute the asserted tensor
             if not op.node.users:
                 graph.erase_node(op.node)
 
 
 def find_norm(value: Op, region: Collection[Op]) -> tuple[FlatNorm | None, Fusion | None]:
-    """The first norm among the operations of ``region`` that reads ``value`` [..., D]; and what to report of it."""
+    """The first norm among the operations of ``region`` that reads ``value`` [..., D], and its entry for the report."""
     report = None
     for candidate in _candidates(value, region):
         kind, eps, why_not = _recognised(candidate)
@@ -106,7 +106,7 @@ def find_norm(value: Op, region: Collection[Op]) -> tuple[FlatNorm | None, Fusio
 
 
 def _candidates(value: Op, region: Collection[Op]) -> Iterator[Candidate]:
-    """What makes a tensor of the value's shape of the value and of one or two tensors with a number per channel."""
+    """Operations that compute a tensor of the value's shape from the value and one or two tensors [D]."""
     shape, made = value.shape, {value}
     if not shape or not isinstance(shape[-1], int):
         return
@@ -117,13 +117,13 @@ def _candidates(value: Op, region: Collection[Op]) -> Iterator[Candidate]:
         made.add(op)
         behind = _behind(op, value)
         steps, parameters = [op for op in behind if op.inputs], [op for op in behind if not op.inputs]
-        whole = all(len(step.node.all_input_nodes) == len(step.inputs) for step in steps)  # there may be sizes, too
+        whole = all(len(step.node.all_input_nodes) == len(step.inputs) for step in steps)  # false if sizes are inputs
         if whole and op.shape == shape and len(parameters) in (1, 2) and all(p.shape == shape[-1:] for p in parameters):
             yield Candidate(value, tuple(steps), tuple(parameters))
 
 
 def _behind(op: Op, value: Op) -> list[Op]:
-    """``op`` and all that it is made of besides ``value``, in order."""
+    """``op`` and all operations between ``value`` and it, in order."""
     found, todo = {op}, [op]
     while todo:
         new = {source for source in todo.pop().inputs if source is not value} - found
@@ -133,7 +133,7 @@ def _behind(op: Op, value: Op) -> list[Op]:
 
 
 def _recognised(candidate: Candidate) -> tuple[Kind | None, float, str | None]:
-    """Which norm a candidate is, with which eps; or None and why it is none."""
+    """The kind and eps of the norm that a candidate computes; or None, and the reason why it is not one."""
     assert candidate.value.shape is not None
     function, why_not = candidate.function(_on_rows), "it does not say its eps"
     for eps in _numbers(candidate):
@@ -145,7 +145,7 @@ def _recognised(candidate: Candidate) -> tuple[Kind | None, float, str | None]:
 
 
 def _obstacle(candidate: Candidate) -> str | None:
-    """Why a norm is not computed together with what it reads."""
+    """Why a norm cannot be computed together with its input; None if it can."""
     dtype, result = candidate.value.dtype, candidate.steps[-1].dtype
     for parameter in candidate.parameters:
         if parameter.dtype != dtype:
@@ -161,19 +161,19 @@ def _obstacle(candidate: Candidate) -> str | None:
 
 
 def _numbers(candidate: Candidate) -> list[float]:
-    """Those that may be the norm's eps."""
+    """The numbers in a candidate that may be the norm's eps."""
     given = [argument for op in candidate.steps for argument in (*op.node.args, *op.node.kwargs.values())]
     return list(dict.fromkeys(x for x in given if isinstance(x, float) and x > 0))
 
 
 def _on_rows(argument: Any) -> Any:
-    """An argument of an operation that is to run in float32 on a CPU."""
+    """An operation's argument, changed so that it runs in float32 on a CPU."""
     if isinstance(argument, torch.device):
         return torch.device("cpu")
     return torch.float32 if argument in _PRECISIONS else argument
 
 
 def _name(node: fx.Node) -> str:
-    """Name of an operation as it is called: that of one in place ends with an underscore."""
+    """Name of the called operation; in-place operations end with an underscore."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.partition(".")[0]

@@ -1,1 +1,1 @@
-"""The functions behind forwards: their text, and where in it something happens."""
+"""The functions behind forwards: their source, and the places in it to which instructions belong."""

@@ -14,12 +14,12 @@ from rewire.code.functions import Decorated, undecorated
 
 @dataclasses.dataclass(frozen=True)
 class Edited:
-    """The new text of a method.
+    """An edited method.
 
     Attributes:
-        name: of the method.
-        source: its text.
-        definition: the function that was edited, where that is not the class's own method of this name.
+        name: name of the method.
+        source: its new source.
+        definition: the function that was edited, if it is not the class's own method of this name.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Edited:
     definition: FunctionType | None = None
 
     def original(self, cls: type) -> Decorated:
-        """The method as it was."""
+        """The original method."""
         definition: Any = self.definition
         return Decorated(definition) if definition is not None else undecorated(getattr(cls, self.name))
 
 
 def is_edited(module: nn.Module) -> bool:
-    """Whether methods of the module were edited (in FSDP's subclass of the generated class, too)."""
+    """Whether methods of the module were edited; also true for FSDP's subclass of a generated class."""
     return hasattr(type(module), EDITED)
 
 
@@ -43,6 +43,6 @@ def edits_of(module: nn.Module) -> dict[str, Edited]:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class of an edited module, as the user wrote it."""
+    """The user's class of an edited module."""
     mro = type(module).__mro__
     return mro[next(n for n, cls in enumerate(mro) if EDITED in vars(cls)) + 1]

@@ -1,4 +1,4 @@
-"""The Python functions behind a module's forward, under the decorators around them."""
+"""The Python functions behind a module's forward, and the decorators around them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rewire.errors import EditError
 
 @dataclasses.dataclass(frozen=True)
 class Decorated:
-    """A function under its decorators.
+    """A function and its decorators.
 
     Attributes:
-        function: the innermost one, whose text says what it does; None if that is no Python function.
-        wrappers: those around it, outermost first.
+        function: the innermost function; None if that is not a Python function.
+        wrappers: the wrappers around it, outermost first.
     """
 
     function: FunctionType | None
@@ -29,22 +29,22 @@ class Decorated:
 
 
 def forward_of(module: nn.Module) -> Decorated:
-    """The forward that runs when ``module`` is called: its class's, or one that somebody gave to this module alone."""
+    """The forward that runs when ``module`` is called: that of its class, or one that was set on this module alone."""
     own = vars(module).get("forward")
     if own is None:
-        own = getattr(type(module), "forward", None)  # TorchScript's modules have none
+        own = getattr(type(module), "forward", None)  # None for TorchScript's modules
     return undecorated(getattr(own, "__func__", own))
 
 
-#: Stand-ins, by the identities of code and globals, which they hold: code of two files may be equal.
+#: Stand-ins by the ids of their code and globals, which they keep alive; by id, as code of two files may be equal.
 _CLOSURES: dict[tuple[int, int], FunctionType] = {}
 
 
 def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
-    """The function that this is the code of; for a closure, one with empty cells.
+    """The function with this code; for a closure, a stand-in with empty cells.
 
     Args:
-        code: of a function.
+        code: code of a function.
         namespace: its globals.
     """
     name, *attributes = code.co_qualname.split(".")
@@ -54,7 +54,7 @@ def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
     if isinstance(found, FunctionType) and found.__code__ is code:
         return found
     key = id(code), id(namespace)
-    if key not in _CLOSURES:  # always the same one, as others remember functions
+    if key not in _CLOSURES:  # always the same object, as callers compare functions
         cells = tuple(CellType() for _ in code.co_freevars)
         _CLOSURES[key] = FunctionType(code, namespace, closure=cells)
         _CLOSURES[key].__qualname__ = code.co_qualname
@@ -62,7 +62,7 @@ def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
 
 
 def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
-    """The Python function that is run when ``value`` is called, and what it is called with first: its ``self``."""
+    """The Python function that runs when ``value`` is called, and the arguments bound in front, such as ``self``."""
     if isinstance(value, FunctionType):
         return value, ()
     if isinstance(value, MethodType):
@@ -72,12 +72,12 @@ def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
 
 
 def define(module: nn.Module, function: FunctionType) -> None:
-    """Let ``function`` be the forward of this one module."""
+    """Make ``function`` the forward of this module alone."""
     vars(module)["forward"] = MethodType(function, module)
 
 
 def undecorated(function: Any) -> Decorated:
-    """``function``, taken apart into what it decorates and its decorators."""
+    """Split ``function`` into the innermost function and its decorators."""
     wrappers: list[Any] = []
     while True:
         inner = getattr(function, "__wrapped__", None) or _closed_over(function)
@@ -97,10 +97,10 @@ def _closed_over(function: Any) -> Any:
 
 
 def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
-    """``function`` under copies of the decorators, each with a code object of its own.
+    """``function`` with copies of the decorators, each with a new code object.
 
     Raises:
-        EditError: a decorator holds what it decorates where a copy cannot hold another function.
+        EditError: a decorator holds its function in a place that cannot be changed in a copy.
     """
     old: Any = decorated.function
     new = function
@@ -109,13 +109,13 @@ def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
         if not isinstance(wrapper, FunctionType) or not any(contents(cell) is old for cell in cells):
             name = f"{getattr(wrapper, '__module__', '?')}.{getattr(wrapper, '__qualname__', type(wrapper).__name__)}"
             raise EditError(f"it is decorated by something ({name}) that hides the function that it decorates")
-        itself = CellType()  # transformers' layers ask whether they are the outermost wrapper
+        itself = CellType()  # wrappers may refer to themselves: transformers' check whether they are outermost
         copies = tuple(
             CellType(new) if contents(cell) is old else itself if contents(cell) is wrapper else cell for cell in cells
         )
         copy = clone(wrapper, wrapper.__code__.replace(), copies)
         itself.cell_contents = copy
-        # ``__wrapped__``, and what torch.compile calls in place of the wrapper if it is called while it traces.
+        # ``__wrapped__``, and the function that torch.compile calls instead of the wrapper while it traces.
         vars(copy).update({name: new for name, value in vars(copy).items() if value is old})
         old, new = wrapper, copy
     return new
@@ -132,7 +132,7 @@ def clone(function: FunctionType, code: CodeType, closure: tuple[CellType, ...])
 
 
 def contents(cell: CellType) -> Any:
-    """What a closure's cell holds; None if it is empty."""
+    """The contents of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:

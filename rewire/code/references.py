@@ -1,7 +1,7 @@
-"""Functions as files know them: by module and name, found again under decorators, in classes and inside others.
+"""References to functions for pickles: by module and name, also under decorators, in classes and in other functions.
 
-pickle finds a function only where its name leads to it, which is not so for what a decorator or a class method holds,
-nor for a function inside another one.
+pickle itself only finds functions that their qualified name leads to, which excludes those that a decorator or a class
+method holds, and functions inside others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rewire.errors import EditError
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A function, in pickles as its place: where a function has none, and nobody could find it again, they fail.
+    """A function that is pickled as its place. Pickling fails if the function could not be found again there.
 
     Attributes:
-        function: it; of one inside another function perhaps a stand-in with the same code (`function_with`).
+        function: the function; inside another function, perhaps a stand-in with the same code (`function_with`).
     """
 
     function: FunctionType
@@ -46,7 +46,7 @@ class Reference:
 
 
 def _referred(home: str, name: str, line: int) -> Reference:
-    """What a pickle holds.
+    """Restore a reference from a pickle.
 
     Raises:
         EditError: the module has no such function any more.
@@ -58,7 +58,7 @@ def _referred(home: str, name: str, line: int) -> Reference:
 
 
 def found_again(home: str, name: str, line: int) -> FunctionType | None:
-    """The function of a module with this ``co_qualname``; of several the one that begins next to this line."""
+    """The function of a module with this ``co_qualname``; among several, the one that begins closest to this line."""
     namespace = vars(import_module(home))
     first = name.partition(".")[0]
     ours = [value for value in namespace.values() if getattr(value, "__module__", None) == home]
@@ -75,7 +75,7 @@ def found_again(home: str, name: str, line: int) -> FunctionType | None:
 
 
 def _reached(roots: list[Any]) -> Iterator[FunctionType]:
-    """The functions that values are, hold in closures, or have as methods."""
+    """All functions among the values, in their closures, and in their methods."""
     todo, seen = list(roots), set[int]()
     for value in todo:
         if id(value) in seen:
@@ -92,6 +92,6 @@ def _reached(roots: list[Any]) -> Iterator[FunctionType]:
             held = [value.func]
         elif isinstance(value, type):
             held = [*vars(value).values()]
-        else:  # an object that a decorator made
+        else:  # an object that a decorator returned
             held = [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, FunctionType)]
         todo += [each for each in held if not isinstance(each, (str, int, float, dict, list, tuple, type(None)))]

@@ -1,4 +1,4 @@
-"""The source of a function: its text, its syntax tree, and which expression an instruction belongs to."""
+"""The source of a function: its text, its syntax tree, and the expression of each instruction."""
 
 from __future__ import annotations
 import __future__
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from rewire.errors import EditError
 
-#: A stretch of source: first line, last line, first column, last column (in bytes).
+#: A range of source: first line, last line, first column, last column (in bytes).
 Span: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
 _NO_TYPE_PARAMETERS: Any = {"type_params": []} if "type_params" in ast.ClassDef._fields else {}  # from Python 3.12 on
@@ -28,11 +28,11 @@ _FUTURE = functools.reduce(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lines:
-    """A text, by the lines and columns of its syntax tree.
+    """A text that is indexed by lines and columns of a syntax tree.
 
     Attributes:
-        text: its lines, with their indentation.
-        first: number of its first line.
+        text: the lines, with their indentation.
+        first: number of the first line.
     """
 
     text: str
@@ -51,23 +51,23 @@ class Lines:
         return [line.encode() for line in lines_of(self.text)]
 
     def index(self, line: int, column: int) -> int:
-        """The character of the text that stands at this line and this column, in bytes."""
+        """The index in the text of a line and column (in bytes)."""
         row = line - self.first
         return self.offsets[row] + len(self.lines[row][:column].decode())
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """First and last character of a node."""
+        """Indices of a node's first character, and of the one after its last."""
         line, end_line, column, end_column = span_of(node)
         return self.index(line, column), self.index(end_line, end_column)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Text(Lines):
-    """The source text of one function, as it stands in its file, decorators included.
+    """The source of one function, as in its file, including decorators.
 
     Attributes:
-        file: where it stands.
-        tree: its definition, with the line numbers of the file.
+        file: path of the file.
+        tree: the definition's syntax tree, with the file's line numbers.
     """
 
     file: str
@@ -75,10 +75,10 @@ class Text(Lines):
 
     @functools.cached_property
     def nodes(self) -> dict[Span, list[ast.AST]]:
-        """Nodes by their place; the outermost first.
+        """Nodes by their place, outermost first.
 
-        The instruction that calls a method stands at the method's name, where that is not on the line that the
-        expression begins on (``x.reshape(..`` and then ``).permute(..)``).
+        A method call is also listed at the method's name, where its instruction is if the name is not on the first line
+        of the expression (``x.reshape(..`` and then ``).permute(..)``).
         """
         found: dict[Span, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
@@ -93,28 +93,28 @@ class Text(Lines):
 
     @functools.cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """What each node is part of."""
+        """The parent of each node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """All that a node is part of, the innermost first."""
+        """All ancestors of a node, innermost first."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that a node is, or is part of."""
+        """The innermost statement that contains a node, or is it."""
         return next(each for each in (node, *self.above(node)) if isinstance(each, ast.stmt))
 
     @functools.cached_property
     def names(self) -> set[str]:
-        """Names of variables that the function uses."""
+        """Names of all variables that the function uses."""
         arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
         return arguments | {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
     @functools.cached_property
     def variables(self) -> set[str]:
-        """Names that may hold what the function computes: those that it binds, other than by an import."""
+        """Names that may hold the function's values: those that it binds, except by imports."""
         bound = {
             node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
@@ -127,7 +127,7 @@ class Text(Lines):
         return parameters[0].arg if parameters else ""
 
     def unused(self, name: str) -> str:
-        """``name``, or one like it, that the function does not use."""
+        """``name``, or a variant of it that the function does not use."""
         while name in self.names:
             name += "_"
         return name
@@ -137,22 +137,22 @@ class Text(Lines):
         return f"{self.file}:{self.tree.lineno if node is None else node.lineno}"  # type: ignore[attr-defined]
 
     def at(self, code: CodeType, instruction: int) -> list[ast.AST]:
-        """The nodes of the expression or statement that an instruction belongs to, outermost first.
+        """The nodes at the place of an instruction's expression or statement, outermost first.
 
         Args:
-            code: of the function, or of a function inside it.
+            code: code of the function, or of a function inside it.
             instruction: ``f_lasti`` of a frame.
         """
         return self.nodes.get(place_of(code, instruction), [])
 
 
 def place_of(code: CodeType, instruction: int) -> Span:
-    """Where the expression of an instruction stands."""
+    """The place of an instruction's expression."""
     return positions(code)[instruction // 2]
 
 
 def written_at(place: tuple[CodeType, int] | None) -> tuple[str, str]:
-    """File and line of an instruction, and what stands there; empty if they are not known."""
+    """File and line of an instruction, and the source there; empty if unknown."""
     if place is None:
         return "", ""
     code, (line, end_line, start, end) = place[0], place_of(*place)
@@ -185,7 +185,7 @@ def positions(code: CodeType) -> list[Span]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a file's text; at form feeds, too, `str.splitlines` would break them."""
+    """The lines of a file's text; `str.splitlines` would also split at form feeds."""
     return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
@@ -193,10 +193,10 @@ _TEXTS: weakref.WeakKeyDictionary[FunctionType, Text] = weakref.WeakKeyDictionar
 
 
 def text_of(function: FunctionType) -> Text:
-    """The source of ``function``, undecorated; checked to be what it was compiled from.
+    """The source of ``function`` without its wrappers, checked to be what it was compiled from.
 
     Raises:
-        EditError: there is none, or the file says something else by now.
+        EditError: there is no source, or the file has changed.
     """
     if function not in _TEXTS:
         _TEXTS[function] = _read(function)
@@ -230,22 +230,22 @@ def _read(function: FunctionType) -> Text:
 
 
 def span_of(node: Any) -> tuple[int, int, int, int]:
-    """Where a node stands."""
+    """The place of a node."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-#: Python 3.11 counts the depth of all trees that are being made together, and fails where two threads make one at once.
+#: Python 3.11 counts the parser's depth over all threads together, and fails if two of them parse at once.
 _PARSING = threading.RLock()
 
 
 def parsed(source: str) -> ast.Module:
-    """The tree of a text."""
+    """The syntax tree of a text."""
     with _PARSING:
         return ast.parse(source)
 
 
 def _definition(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """The definition in ``source``, which may be indented; with line numbers that start at ``first``."""
+    """The definition in ``source``, which may be indented, with line numbers from ``first`` on."""
     indented = source[:1].isspace()
     module = parsed(f"if 1:\n{source}" if indented else source)
     node = module.body[0]
@@ -257,12 +257,12 @@ def _definition(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionD
 
 
 def compiled(function: FunctionType, source: str, first: int, file: str = "") -> CodeType | None:
-    """The code of ``function`` with the text ``source``, of which the first line has the number ``first``.
+    """The code of ``function`` with the new ``source``, whose first line has the number ``first``.
 
-    None if the text is that of another function.
+    None if the source is that of another function.
 
-    Compiled in the surroundings that the function has: names with two underscores are mangled as in its class, and its
-    free variables are free.
+    It is compiled in the function's context: names with two underscores are mangled as in its class, and its free
+    variables stay free.
     """
     code, qualname = function.__code__, function.__qualname__.split(".")
     definition = _definition(source, first)
@@ -272,12 +272,12 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     if cls is not None:
         body = [ast.ClassDef(cls, [], [], body, [], **_NO_TYPE_PARAMETERS)]
     free = [name for name in code.co_freevars if cls is None or name != "__class__"]
-    if free:  # a function around it that has them as its own variables
+    if free:  # define them in a function around it
         outer = parsed(f"def _outer({', '.join(free)}): pass").body[0]
         assert isinstance(outer, ast.FunctionDef)
         outer.body = body
         body = [outer]
-    # Calls of an imported name's methods compile to other instructions.
+    # Method calls on imported names compile to other instructions.
     known = [name for name in code.co_names if isinstance(function.__globals__.get(name), ModuleType)]
     imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in known]
     module = ast.fix_missing_locations(ast.Module([*imports, *body], []))
@@ -287,7 +287,7 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The codes of the functions that stand inside a function."""
+    """The code objects of functions inside a function."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
@@ -296,15 +296,15 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def holds(code: CodeType, other: CodeType) -> bool:
-    """Whether ``other`` is the code of a function (or comprehension) that stands inside that of ``code``."""
+    """Whether ``other`` is the code of a function or comprehension inside the function of ``code``."""
     return any(inner is other for inner in codes_in(code))
 
 
 def _same(a: CodeType, b: CodeType) -> bool:
-    """Whether two functions do the same, wherever they stand."""
+    """Whether two functions do the same, wherever they are defined."""
     if any(getattr(a, name) != getattr(b, name) for name in _COMPARED) or len(a.co_consts) != len(b.co_consts):
         return False
-    if (a.co_flags ^ b.co_flags) & ~inspect.CO_NESTED:  # which only says that it stands inside another function
+    if (a.co_flags ^ b.co_flags) & ~inspect.CO_NESTED:  # that flag only says that it is inside another function
         return False
     if a.co_code != b.co_code and _instructions(a) != _instructions(b):
         return False
@@ -323,11 +323,11 @@ _NO_STEPS = ("PUSH_NULL", "NOP", "CACHE", "EXTENDED_ARG")
 
 
 def _instructions(code: CodeType) -> list[tuple[str, object]]:
-    """What a function does, step by step.
+    """The instructions of a function in a form that can be compared.
 
-    Without how methods are looked up: that depends on whether the file imports the name of their object, too. Nor is
-    there anything that follows from how long the code has become by that: EXTENDED_ARG stands in front of large
-    arguments, and instructions that jump name the step that they jump to.
+    It does not include how methods are looked up, which depends on whether the file also imports the name of their
+    object, nor what follows from the length of the code: EXTENDED_ARG in front of large arguments is left out, and
+    jumps are given by the number of their target step.
     """
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     number = {step.offset: n for n, step in enumerate(steps)}
@@ -335,7 +335,7 @@ def _instructions(code: CodeType) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     for step in steps:
         value = step.argval
-        if step.opname in jumps:  # to the next step that counts
+        if step.opname in jumps:  # to the next step that is listed
             value = next(number[offset] for offset in range(value, len(code.co_code), 2) if offset in number)
         elif isinstance(value, CodeType):
             value = value.co_name
@@ -344,6 +344,6 @@ def _instructions(code: CodeType) -> list[tuple[str, object]]:
 
 
 def shown(file: str, source: str, first: int) -> None:
-    """Let tracebacks and debuggers find the edited text of a function under the name ``file``."""
+    """Make the edited source of a function known to tracebacks and debuggers as ``file``."""
     lines = ["\n"] * (first - 1) + lines_of(source)
     linecache.cache[file] = (sum(map(len, lines)), None, lines, file)

@@ -1,4 +1,4 @@
-"""What makes a rewired model of a plain one, where its edited functions are there already: part of the runtime file."""
+"""Part of the runtime file: turns a plain model into a rewired one, given the edited functions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.torch_internals import buffers_of, children_of, forward_hooks, forward_pre_hooks, parameters_of
 
-CONFIG = "rewire_ejected"  # the entry of a config with what follows
-#: `rewire.eject` puts the digest of what it writes in its place: here, and where it writes this.
+CONFIG = "rewire_ejected"  # the config's entry for the digest
+#: A placeholder, here and in other files, for which `rewire.eject` substitutes the digest of what it writes.
 EJECTED = "digest of the ejected files"
 
 
 class Ejected(Connection):
-    """A connection in whose state dict it says which texts the weights belong to."""
+    """A connection whose state dict has the digest of the files to which the weights belong."""
 
     def get_extra_state(self) -> Tensor:
         return self._beside_weights(EJECTED)
@@ -37,10 +37,10 @@ class Ejected(Connection):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load weights by name, where a serving engine does it module by module, and return the names.
+        """Load weights by name, for serving engines that load each module, and return the names.
 
-        vLLM and SGLang make all parameters anew that they have no layers for, in the model's dtype. These are float32
-        again. Where they are, they stay the tensors that they were: CUDA graphs read those.
+        vLLM and SGLang recreate parameters for which they have no layers, in the model's dtype; this makes them float32
+        again. Parameters that are float32 already stay the same tensors, which CUDA graphs read.
         """
         loaded = set()
         for name, value in weights:
@@ -65,7 +65,7 @@ def _check_weights(state: Any) -> None:
 
 
 def check_ejected(found: str, what: str) -> None:
-    """Refuse, by its digest, a part of another model than this file is of; ``what`` begins the message."""
+    """Raise RewireError if a part has the digest of another ejected model; ``what`` begins the message."""
     if found != EJECTED:
         raise RewireError(
             f"{what} and rewire_runtime.py belong to two models: files were copied or left from an older model, or "
@@ -74,12 +74,12 @@ def check_ejected(found: str, what: str) -> None:
 
 
 class Function(NamedTuple):
-    """What an edited function knows of the streams that run through it.
+    """The data of an edited function's `Gate`.
 
     Attributes:
         where: file and line of the original, for messages.
         trunks: for each trunk, the arguments of an `Entry`.
-        helper: the edited function, if it is no method.
+        helper: the edited function, if it is not a method.
     """
 
     where: str
@@ -97,15 +97,15 @@ def connect(
     """Give a plain model its edited functions and connection weights, in place.
 
     Args:
-        model: as it was made; its weights may still be on the meta device.
-        trunks: where the weights of a trunk are registered, and what connects its residual adds.
-        modules: for each module that streams run through its edited class (None: it has none), and what its functions
-            know, by the name of the attribute that holds it.
-        collecting: modules that may return hidden states that they collected, and of which trunks.
-        norms: those that keys and values have copies of.
+        model: a new plain model; its weights may still be on the meta device.
+        trunks: path under which a trunk's weights are registered -> its layout.
+        modules: path of each module that streams pass -> its edited class (None: it has none), and the data of its
+            gates, by attribute name.
+        collecting: modules that may return collected hidden states -> the trunks of these.
+        norms: paths of norms with copies for keys and values.
 
     Raises:
-        RewireError: the model is another one than the one that was ejected.
+        RewireError: the model is not the one that was ejected.
     """
     check_ejected(getattr(getattr(model, "config", None), CONFIG, EJECTED), "The config")
     connections: dict[str, Connection] = {}
@@ -123,8 +123,8 @@ def connect(
         norm.add_module(CONNECTIONS, SeparateNorms(norm))
     for path, (edited, functions) in modules.items():
         module = _found(model, path)
-        if edited is not None and not isinstance(module, edited):  # the model's own class is derived from it
-            base = edited.__bases__[0]  # engines add others
+        if edited is not None and not isinstance(module, edited):  # the model's own class already derives from it
+            base = edited.__bases__[0]  # engines add other bases
             if type(module) is not base:
                 raise RewireError(
                     f"'{path}' is of class {type(module).__qualname__} here, and was of class {base.__qualname__} when "
@@ -157,21 +157,21 @@ def part_of(
     collecting: Mapping[str, Sequence[str]],
     norms: Sequence[str],
 ) -> tuple[Any, ...]:
-    """What another model of transformers has of the ejected one, for `connect`: the same base model, or a part of it.
+    """The arguments of `connect` for another transformers model with the same base model, or a part of it.
 
     Args:
-        model: the other one, with another head or none.
-        base: the path of the ejected model's base model.
-        trunks, modules, collecting, norms: of the ejected model.
+        model: the other model, with another head or none.
+        base: path of the ejected model's base model.
+        trunks, modules, collecting, norms: the arguments for the ejected model.
 
     Raises:
-        RewireError: it has a trunk in part only, or in another place.
+        RewireError: the other model has only a part of a trunk, or has it in another place.
     """
     here = model.base_model_prefix if model.base_model is not model else ""
     there = dict(model.named_modules())
 
     def moved(path: str) -> str | None:
-        """Where a module of the ejected model is in this one."""
+        """The path in this model of a module of the ejected model."""
         if base and not f"{path}.".startswith(f"{base}."):
             return None
         found = ".".join(filter(None, (here, path[len(base) :].lstrip("."))))
@@ -203,9 +203,9 @@ def part_of(
 
 
 def _remember_outputs(module: Any) -> None:
-    """Tell transformers which outputs its models collect: it looks that up by the class's name."""
+    """Register which outputs a model collects: transformers looks that up by the name of the class."""
     if getattr(module, "_can_record_outputs", None):
-        with contextlib.suppress(ImportError):  # other versions ask the class itself
+        with contextlib.suppress(ImportError):  # other versions look it up on the class
             from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs

@@ -1,4 +1,4 @@
-"""rewire.eject: write a rewired model as plain Python files and weights."""
+"""`rewire.eject`: write a rewired model as plain Python files and weights."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ _LICENCE = """\
 def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write a rewired model as Python files that do not need rewire, with its weights.
 
-    Beside the module with the edited classes stands one file of what they need of rewire. A Hugging Face model gets a
-    folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` (or the like) loads; of others,
-    the class is made as the original one is, with the same arguments, and ``model.safetensors`` has its weights.
+    One module has the edited classes; a second file has the parts of rewire that they need. The folder of a Hugging
+    Face model is loaded by ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``, or another Auto
+    class. The class of any other model takes the arguments of the original, and ``model.safetensors`` has the weights.
 
-    Nothing is replaced until all is written. Texts, config and weights have one digest, and refuse those of another
-    model: what was left half replaced, because the process was killed then, does not load as a mixture.
+    Nothing is replaced until everything is written. Source files, config and weights share a digest, and refuse parts
+    of another model: if the process is killed while it replaces files, the mixture does not load.
 
-    Sums of states are plain PyTorch operations there; Triton kernels stay here.
+    Ejected models sum states by plain PyTorch operations, without Triton kernels.
 
     Args:
-        model: a rewired model, frozen ones too, on any device but meta. It stays as it is.
-        folder: made if it does not exist. If it holds anything, that has to be this very model, of which the weights
-            are renewed.
-        force: write into any folder; files of the same names are replaced, and no others but shards of older weights.
+        model: a rewired model, perhaps frozen, on any device but meta. It is not changed.
+        folder: made if it does not exist. If it is not empty, it has to hold this same model, whose weights are
+            replaced.
+        force: write into any folder. This replaces files with the same names, and removes shards of older weights.
 
     Returns:
-        The module with the edited classes.
+        Path of the module with the edited classes.
 
     Raises:
         RewireError: the model was not rewired, is on the meta device, or is one part of a pipeline; or the folder
@@ -112,7 +112,7 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
 
 
 def _write(model: nn.Module, texts: dict[str, str], folder: Path, auto: dict[str, str]) -> None:
-    """Write the files of a model: texts, and weights with what else there is; ``auto`` is for its config."""
+    """Write the files of a model: source files, weights, and config with the Auto classes ``auto``."""
     config: Any = model.config if is_pretrained(model) else None
     digest = _digest([*texts.values(), config.to_json_string() if config else ""])
     for file, text in texts.items():
@@ -121,15 +121,15 @@ def _write(model: nn.Module, texts: dict[str, str], folder: Path, auto: dict[str
         _save_pretrained(model, folder, auto, digest)
     else:
         state = _weights(model, digest)
-        ties = ties_of(state)  # as safetensors.torch.load_model expects them: once
+        ties = ties_of(state)  # tied weights once, as safetensors.torch.load_model expects
         save_file({k: own_memory(v) for k, v in state.items() if k not in ties}, folder / _WEIGHTS)
 
 
 def check_free(folder: Path) -> None:
-    """Refuse to write over what somebody else wrote.
+    """Check that ``folder`` has no files that `eject` did not write.
 
     Raises:
-        RewireError: the path is a file, or the folder holds files and `eject` has not written it.
+        RewireError: the path is a file, or the folder has other files.
     """
     check_no_file(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / f"{RUNTIME}.py").exists():
@@ -139,10 +139,10 @@ def check_free(folder: Path) -> None:
 
 
 def _check_same(stage: Path, folder: Path) -> None:
-    """Refuse to replace an ejected model by another one, or what somebody has changed since; weights may be newer.
+    """Check that ``folder`` has the same ejected model, not edited since; only weights may differ.
 
     Raises:
-        RewireError: files differ.
+        RewireError: other files differ.
     """
     names = sorted(path.name for path in stage.iterdir() if (folder / f"{RUNTIME}.py").exists())
     differing = [name for name in names if not _is_same(stage / name, folder / name)]
@@ -164,11 +164,11 @@ def _digest(texts: Sequence[str]) -> str:
 
 
 def _save_pretrained(model: Any, folder: Path, auto: dict[str, str], digest: str) -> None:
-    """Weights and config, which says where the class is."""
+    """Save weights, and the config, which says where the class is."""
     from transformers.models.auto import modeling_auto
 
-    # Under the names that the model has: transformers renames those of older checkpoints for its own classes only.
-    # In one file: of several, some could be of an older model.
+    # Under the model's own names: transformers only renames those of older checkpoints for its own classes.
+    # In one file: among several, some could be left from an older model.
     with _quiet():
         state = _weights(model, digest)
         model.save_pretrained(folder, state_dict=state, save_original_format=False, max_shard_size=sys.maxsize)
@@ -176,13 +176,13 @@ def _save_pretrained(model: Any, folder: Path, auto: dict[str, str], digest: str
     config = json.loads(path.read_text(encoding="utf-8"))
     config[CONFIG] = digest
     kept = {name: value for name, value in config.get("auto_map", {}).items() if not hasattr(modeling_auto, name)}
-    config["auto_map"] = kept | auto  # the config and tokenizer of a model with code of its own
+    config["auto_map"] = kept | auto  # keeps the entries of a model with custom code for config and tokenizer
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of transformers, unless somebody looks at them."""
+    """A context without transformers' progress bars, unless they would be watched."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled() and not watched()
@@ -196,15 +196,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _weights(model: nn.Module, digest: str) -> dict[str, Tensor]:
-    """The state dict, with the digest in the place of recipes: the text of the module says what the weights mean."""
+    """The state dict with the digest in place of recipes: the module's source says what the weights mean."""
     mark = torch.tensor(list(digest.encode()), dtype=torch.uint8)
     return {name: mark.clone() if is_recipe(name) else value for name, value in model.state_dict().items()}
 
 
 def _auto_classes(config: Any, cls: type) -> dict[str, type]:
-    """What each Auto class of transformers makes of a config; first those that make ``cls``.
+    """Auto class of transformers -> the class that it makes for a config; those that make ``cls`` come first.
 
-    All of them have to know the ejected file: one that does not would make the plain model.
+    All of them have to be registered for the ejected file: others would make the plain model.
     """
     from transformers.models.auto import modeling_auto
 

@@ -1,4 +1,4 @@
-"""The module of an ejected model: its edited functions, in subclasses of the classes that have them."""
+"""The module of an ejected model: its edited functions, in subclasses of the original classes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _DATA = ("TRUNKS", "MODULES", "COLLECTING", "NORMS")
 
 
 class Module:
-    """The text of the module.
+    """The source of the module.
 
     Args:
         model: a rewired model.
-        runtime: that it imports from.
-        prepare: name there of what prepares a plain model (`Pattern.prepare`), if something does.
-        others: more classes that load the model's weights, with another head or none, or a part of it.
+        runtime: name of the runtime module, from which it imports.
+        prepare: name in the runtime of the function that prepares a plain model (`Pattern.prepare`), if there is one.
+        others: other classes that load the model's weights, with another head or none, or a part of it.
 
     Attributes:
-        root: the name of the model's class in the file.
-        names: those of the other classes.
+        root: name of the model's class in the file.
+        names: names of the other classes.
 
     Raises:
         EditError: a class or function of the model has no name that another file could import.
@@ -80,7 +80,7 @@ class Module:
         self._bodies += [self._made(cls, self._base, name) for cls, name in self.names.items()]
 
     def text(self) -> str:
-        """The file."""
+        """The source of the file."""
         topologies = {self._topology(connection.layout) for connection in connections(self.model).values()}
         part_of = PART_OF if self.names else ""
         of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare, part_of])})
@@ -99,7 +99,7 @@ class Module:
         return "\n".join([head, *(methods or ['    """Only passes a residual stream on."""'])]).rstrip()
 
     def _made(self, cls: type, path: str, name: str) -> str:
-        """A class whose models are connected when they are made; ``path`` is where the ejected model has such a one."""
+        """A subclass of ``cls`` that connects its models when they are made; ``path``: its path in the ejected one."""
         edited = path in self._class_of and original_class(self.model.get_submodule(path)) is cls
         base = self._class_of[path] if edited else self._qualified(cls)
         lines = [f"class {name}({base}):"]
@@ -125,7 +125,7 @@ class Module:
     return model"""
 
     def _steps(self, model: str, base: str = "") -> list[str]:
-        """What makes a rewired model of a plain one; of another class, with the path of the ejected base model."""
+        """Statements that rewire a plain model; for another class, ``base`` is the ejected base model's path."""
         prepared = [f"{self._prepare}({model})"] if self._prepare else []
         data = ", ".join(_DATA)
         given = f"*{PART_OF}({model}, {base}, {data})" if base else data
@@ -151,7 +151,7 @@ class Module:
         return text.replace(f"def {original.__name__}(", f"def {name}(", 1).rstrip()
 
     def _named(self, text: str, function: FunctionType, cls: type | None) -> str:
-        """A function's text with the names that this file has for what it reads."""
+        """A function's source with the names that this file has for the globals that it reads."""
         self._keep_header(function)
         code, module = function.__code__, function.__globals__["__name__"]
         if set(code.co_freevars) - {"__class__"}:
@@ -169,7 +169,7 @@ class Module:
             if isinstance(node, (ast.Attribute, ast.Name)):
                 _check_mangling(node, function, cls)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
-                if not node.args:  # it would be that of the class here, which is derived from the one that was meant
+                if not node.args:  # it would mean the class here, which derives from the intended one
                     itself = function.__code__.co_varnames[0]
                     owner = self._qualified(_owner(function))
                     changes.append(Replacement(*lines.span(node), f"super({owner}, {itself})"))
@@ -183,7 +183,7 @@ class Module:
         return made.removeprefix("if 1:\n") if indented else made
 
     def _free(self, name: str) -> str:
-        """``name``, or one like it, that nothing else in this file has."""
+        """``name``, or a variant of it that is free in this file."""
         if not name.isidentifier() or keyword.iskeyword(name):
             raise EditError(f"{name!r} is no name that can be written in a file")
         made, number = name, 2
@@ -193,7 +193,7 @@ class Module:
         return made
 
     def _import(self, module: str, name: str, value: Any) -> str:
-        """The name under which this file has what is ``name`` in ``module``."""
+        """Import ``name`` from ``module``, and return its name in this file."""
         binding = _binding(module, name, value)
         known = next((own for own, imported in self._imports.items() if imported == binding), None)
         if known is not None:
@@ -203,13 +203,13 @@ class Module:
         return own
 
     def _qualified(self, cls: type) -> str:
-        """How a class of the original model is written here."""
+        """The expression for a class of the original model in this file."""
         _check_importable(cls, cls.__module__, cls.__qualname__)
         module = sys.modules[cls.__module__]
         return f"{self._import(cls.__module__, cls.__module__.rpartition('.')[2], module)}.{cls.__qualname__}"
 
     def _keep_header(self, function: FunctionType) -> None:
-        """Keep the comments at the top of the file that a text is from: its licence."""
+        """Keep the comments at the top of a function's file: its licence."""
         lines = [line.rstrip() for line in linecache.getlines(function.__code__.co_filename)]
         if lines and lines[0].startswith("#!"):
             del lines[0]
@@ -219,7 +219,7 @@ class Module:
 
     @functools.cached_property
     def _postponed(self) -> bool:
-        """Whether annotations are not evaluated in the files that the texts are from."""
+        """Whether the original files postpone the evaluation of annotations."""
         functions = [key[0] for key in self._helpers]
         for cls, edits in self._classes:
             functions += [f for f in (edited.original(cls).function for edited in edits) if f is not None]
@@ -299,7 +299,7 @@ class Module:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether the model is one part of a pipeline, whose streams go on elsewhere."""
+    """Whether the model is a pipeline stage, whose streams continue on other stages."""
     return any(entry.cut_at is not None for _, _, gate in _gates(model) for entry in gate.entries)
 
 
@@ -328,10 +328,10 @@ def _is_literal(value: Any) -> bool:
 
 
 def _binding(module: str, name: str, value: Any) -> Binding:
-    """How another file imports what ``name`` is in ``module``."""
+    """The binding by which another file can import the object ``name`` of ``module``."""
     if isinstance(value, ModuleType):
         found = Binding(value.__name__, "")
-    elif module.partition(".")[0] == "rewire":  # a forward that rewire has in place of a hand-written fast path
+    elif module.partition(".")[0] == "rewire":  # a forward of rewire's that replaces a fast path
         found = bindings(module)[name]
     else:
         found = Binding(module, name)
@@ -341,7 +341,7 @@ def _binding(module: str, name: str, value: Any) -> Binding:
 
 
 def _owner(function: FunctionType) -> type:
-    """The class in whose body a method is written."""
+    """The class in whose body a method is defined."""
     qualname = function.__qualname__.rpartition(".")[0]
     module = function.__globals__["__name__"]
     found = _looked_up(module, qualname)

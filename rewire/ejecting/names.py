@@ -1,4 +1,4 @@
-"""Names in Python texts: what they are bound to, and texts in which some are replaced."""
+"""Names in Python source: what they are bound to, and how to replace them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rewire.code.text import Lines
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """What a name of a module is.
+    """What a name of a module is bound to.
 
     Attributes:
-        module: that has it; for an import, the imported one.
-        name: there; empty for a module itself.
+        module: the module that defines it; for an import, the imported module.
+        name: its name in that module; empty for a module itself.
         node: its definition; None for an import.
     """
 
@@ -35,10 +35,10 @@ class Binding:
 
 
 def import_statements(imports: Mapping[str, Binding]) -> list[str]:
-    """The statements that import all of them, each under its name; those of one module together.
+    """The statements that import these names, grouped by module.
 
     Args:
-        imports: name -> what it is.
+        imports: name -> its binding.
     """
     plain = sorted(binding.as_import(name) for name, binding in imports.items() if not binding.name)
     modules: dict[str, list[str]] = {}
@@ -56,14 +56,14 @@ def _from(module: str, names: Sequence[str]) -> str:
 
 @functools.cache
 def parsed(module: str) -> tuple[str, ast.Module]:
-    """The text of a module, and its tree."""
+    """The source of a module, and its syntax tree."""
     text = inspect.getsource(importlib.import_module(module))
     return text, ast.parse(text)
 
 
 @functools.cache
 def bindings(module: str) -> dict[str, Binding]:
-    """The names at the top level of a module; not those that it imports for type checkers only."""
+    """The names at the top level of a module, except those that it imports only for type checkers."""
     found: dict[str, Binding] = {}
     for node in parsed(module)[1].body:
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def _imported(module: str, name: str) -> Binding:
 
 
 def defined_by(node: ast.stmt) -> list[str]:
-    """The names that a statement at the top level defines."""
+    """The names that a top-level statement defines."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, ast.AnnAssign):
@@ -100,7 +100,7 @@ def defined_by(node: ast.stmt) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """Characters of a text, and what takes their place."""
+    """A range of characters of a text, and its replacement."""
 
     start: int
     end: int
@@ -108,7 +108,7 @@ class Replacement:
 
 
 def whole(lines: Lines, node: ast.stmt) -> tuple[int, int]:
-    """First and last character of the lines of a statement, with its decorators and the comments right above it."""
+    """The range of a statement's lines, including its decorators and the comments right above it."""
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1
     while first and lines.lines[first - 1].lstrip().startswith(b"#"):
         first -= 1
@@ -117,14 +117,14 @@ def whole(lines: Lines, node: ast.stmt) -> tuple[int, int]:
 
 
 def replaced(text: str, replacements: Sequence[Replacement], start: int = 0) -> str:
-    """``text``, which begins at ``start`` of the text that the replacements are of, with these made."""
+    """``text`` with replacements made; their positions count from ``start`` characters before it."""
     for one in sorted(replacements, key=lambda one: -one.start):
         text = text[: one.start - start] + one.text + text[one.end - start :]
     return text
 
 
 def renamed(text: str, node: ast.AST, names: Mapping[str, str]) -> list[Replacement]:
-    """Where ``names`` are read inside ``node``, as replacements by their new names."""
+    """Replacements for the reads of ``names`` inside ``node`` by their new names."""
     lines = Lines(text)
     return [
         Replacement(*lines.span(inner), names[inner.id])

@@ -1,6 +1,6 @@
-"""Sums of states in plain torch, with the interface of those that run by kernels: what ejected models compute with.
+"""Sums of states in plain torch for ejected models, with the interface of those that use kernels.
 
-Names that are defined here take the place of the same names in `rewire.mixes`, `rewire.kernels` and `rewire.ranks`: see
+Names defined here replace the same names of `rewire.mixes`, `rewire.kernels` and `rewire.ranks`: see
 `rewire.ejecting.runtime`.
 """
 
@@ -23,25 +23,25 @@ from rewire.mixes.tokens import _Project, _ProjectNormed, at_least_zero, outside
 
 
 class Watched(nn.Module):
-    """A connection, which nobody looks at here."""
+    """Base of connections, which are not watched here."""
 
 
 def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
-    """Ranks have the same files."""
+    """Compare nothing: all ranks have the same files."""
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether kernels compute sums of tensors like ``x``: there are none here."""
+    """False: there are no kernels here."""
     return False
 
 
 def compiled_sinkhorn(logits: Tensor) -> Any:
-    """The compiled loop of Sinkhorn-Knopp: there is none here."""
+    """None: there is no compiled loop of Sinkhorn-Knopp here."""
     return None
 
 
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """``x @ weight`` in float32, with ``eps`` of the normed x; ``clamped``, nothing below zero; and ``x``."""
+    """``x @ weight`` in float32, with ``eps`` of the normed x, and with ``clamped`` at least 0; and ``x``."""
     with outside_autocast(x.device):
         scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
     return at_least_zero(scores) if clamped else scores, x
@@ -54,7 +54,7 @@ def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps:
 
 
 def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, None]:
-    """The same of streams [..., n, D], of each apart or of all side by side; and no claim on them."""
+    """`read_off` of streams [..., n, D], each or concatenated; the streams; and no claim on them."""
     products, x = read_off(streams if weight.shape[0] == streams.shape[-1] else streams.flatten(-2), weight, eps)
     return products, x.view(streams.shape), None
 
@@ -69,13 +69,13 @@ def read_off_gates(
     eps: float,
     known: None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    """What ``formula`` makes of `read_off_streams`, static and scale; and what else that returns."""
+    """``formula`` of the scores of `read_off_streams`, static and scale; and what else that returns."""
     products, streams, claim = read_off_streams(streams, weight, eps)
     return *formula(products, static, scale), streams, claim
 
 
 def sparing(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """All is saved for backward as autograd does."""
+    """An empty context: autograd saves everything."""
     return contextlib.nullcontext()
 
 
@@ -100,7 +100,7 @@ class Mix:
 
     Attributes:
         sources, weights, scores, added: as in `mix`.
-        again: nothing here.
+        again: not used here.
     """
 
     sources: tuple[Tensor, ...] = ()
@@ -119,19 +119,19 @@ class Mix:
         return total
 
     def normed(self, module: nn.Module, _: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """The sum, and what ``module``, a norm, makes of it."""
+        """The sum, and the output of the norm ``module`` for it."""
         total = self.value()
         return total, module(total)
 
 
 class Table(Free):
-    """Weights of reads in turn, each of all states so far, in one way or several: see `rewire.mixes.claimed`.
+    """Weights of successive reads, each of all states so far, with one or more ways: see `rewire.mixes.claimed`.
 
     Attributes:
-        rows: of each read, [ways, n] or [ways, n, D].
-        first: of each read, the number of its first query.
-        queries: of each state, those of the reads that have it, [m, D]; none.
-        own: of each read, its own, [ways, D].
+        rows: for each read its weights, [ways, n] or [ways, n, D].
+        first: for each read, the number of its first query.
+        queries: for each state, the queries of the reads that have it, [m, D]; empty without queries.
+        own: for each read, its own queries, [ways, D].
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Table(Free):
 
 
 class AttendedTable(Table):
-    """Queries of reads in turn, each of all states so far: arguments as in `rewire.mixes.attended`."""
+    """Queries of successive reads, each of all states so far; arguments as in `rewire.mixes.attended`."""
 
     def __init__(
         self,
@@ -204,12 +204,12 @@ def read_streams(streams: Tensor, weights: Tensor, claim: None = None) -> tuple[
 def write_and_read(
     streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`combine`, and what is read of the new streams.
+    """`combine`, and a read of the new streams.
 
     Args:
         streams: H [..., n, C].
-        table: float32 [n + 1, n + 1]: in row j what H'_j takes of H and, in the last column, of each branch.
-        weights: float32 [n, 1], what the read takes of H'.
+        table: float32 [n + 1, n + 1]: row j has the weights of H and, in the last column, of each branch in H'_j.
+        weights: float32 [n, 1], the weights of H' in the read.
         branches: f [..., C].
 
     Returns:
@@ -222,7 +222,7 @@ def write_and_read(
 def write_and_project(
     streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
 ) -> tuple[Tensor]:
-    """`combine`; nothing is read off the new streams here."""
+    """`combine`, without a projection of the new streams."""
     return (combine(streams, weights, branches),)
 
 

@@ -1,9 +1,9 @@
 """The runtime file of an ejected model: the parts of rewire that its forwards run, as one module.
 
-It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
-that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
-methods whose names no gathered text reads, but for those in `KEPT`, and those in `OMITTED`; sums are those of
-`rewire.ejecting.plain`, in place of those of `rewire.mixes` and `rewire.kernels`, and ranks are not compared.
+It is gathered from rewire's own source, definition by definition: `ROOTS`, the model's topologies, and all names that
+these read. So there is no second version of streams and formulas that could differ from the first. Methods whose names
+no gathered source reads are left out, except those in `KEPT`, and so are those in `OMITTED`. Sums come from
+`rewire.ejecting.plain` instead of `rewire.mixes` and `rewire.kernels`, and ranks are not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rewire.ejecting.names import (
     whole,
 )
 
-#: What ejected modules import.
+#: The names that ejected modules import.
 ROOTS = (
     ("rewire.runtime.layout", "Layout"),
     ("rewire.runtime.connection", "coefficients"),
@@ -39,10 +39,10 @@ ROOTS = (
     ("rewire.ejecting.connecting", "connect"),
 )
 
-#: What torch would call, and ejected models have no use for: recipes. They have `Ejected`.
+#: Methods for recipes, which torch would call; in ejected models `Ejected` replaces them.
 _OF_RECIPES = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "register_state_dict_pre_hook")
 OMITTED = {("Connection", name) for name in _OF_RECIPES}
-#: What others call.
+#: Methods that other packages call.
 KEPT = {("Ejected", "load_weights")}
 
 _PLAIN = plain.__name__
@@ -50,7 +50,7 @@ _PLAIN = plain.__name__
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Definition:
-    """A name at the top level of a module whose text is gathered."""
+    """A top-level name of a module whose source is gathered."""
 
     module: str
     name: str
@@ -60,39 +60,39 @@ class Runtime:
     """The text of a runtime file.
 
     Args:
-        roots: what has to be in it, as module and name. Their modules are gathered from, and those of rewire.
+        roots: what it has to contain, as module and name. Source is gathered from their modules, and from rewire's.
     """
 
     def __init__(self, roots: Sequence[tuple[str, str]]) -> None:
         self._roots = [Definition(*root) for root in roots]
         self._own = {module for module, _ in roots}
-        self._attributes: set[Definition] = set()  # read as attributes of their modules
+        self._attributes: set[Definition] = set()  # definitions that are read as attributes of their modules
         self._gather_all(None)
         self._names = self._given_names()
 
     def name_of(self, module: str, name: str) -> str:
-        """The name that a gathered definition has in the file."""
+        """The name of a gathered definition in the file."""
         return self._names[Definition(module, name)]
 
     def text(self, heading: str, callers: str) -> str:
         """The file.
 
         Args:
-            heading: its docstring and what else stands at its top.
-            callers: text of the modules that import it. Methods that neither they nor the file itself read are left
+            heading: the top of the file, with its docstring.
+            callers: source of the modules that import it. Methods that neither they nor the file itself read are left
                 out.
         """
         self._gather_all(_attributes_in([ast.parse(callers)]))
-        parts = [part for module in self._ordered() for part in self._parts(module)]  # may import more
+        parts = [part for module in self._ordered() for part in self._parts(module)]  # may add imports
         imports = import_statements({name: binding for binding, name in self._imports.items()})
         return "\n".join([heading, "from __future__ import annotations\n", *imports, *parts])
 
     def _gather_all(self, read: set[str] | None) -> None:
-        """Gather what the roots need, with those methods that have a name among ``read``, or in gathered text."""
+        """Gather what the roots need, with methods whose names are in ``read`` or in gathered source."""
         self._found: dict[Definition, ast.stmt] = {}
-        self._imports: dict[Binding, str] = {}  # and under which name
+        self._imports: dict[Binding, str] = {}  # binding -> name in the file
         self._read = read  # None: all
-        self._unread: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods that nothing gathered reads, by their names
+        self._unread: dict[str, list[tuple[str, ast.stmt]]] = {}  # by name, methods that no gathered source reads
         for root in self._roots:
             self._gather(root)
 
@@ -127,7 +127,7 @@ class Runtime:
                     self._visit(*method)
 
     def _is_read(self, method: ast.FunctionDef, owner: Definition) -> bool:
-        """Whether gathered text, Python or torch reads a method of a class."""
+        """Whether gathered source, Python or torch uses a method of a class."""
         if (owner.name, method.name) in OMITTED:
             return False
         if self._read is None or method.name in self._read or method.name.startswith("__"):
@@ -138,7 +138,7 @@ class Runtime:
         return any(method.name in vars(base) for base in bases if not self._is_own(base.__module__))
 
     def _need(self, module: str, used: str) -> None:
-        """Gather, or import, what the text ``used`` of ``module`` reads: a name, or an attribute of a module."""
+        """Gather or import ``used``, which source of ``module`` reads: a name, or an attribute of a module."""
         name, _, attribute = used.partition(".")
         binding = bindings(module).get(name)
         if binding is None:
@@ -157,7 +157,7 @@ class Runtime:
             self._imports[binding] = f"{binding.module.rpartition('.')[2]}_{name}" if taken else name
 
     def _resolved(self, binding: Binding, attribute: str = "") -> Definition | None:
-        """The definition behind a name, or an attribute of it; None if it is none of ours."""
+        """The definition behind a name, or behind an attribute of it; None if its source is not gathered."""
         if not self._is_own(binding.module):
             return None
         if not binding.name:
@@ -175,7 +175,7 @@ class Runtime:
         return Definition(module, name) if binding.node is not None else self._resolved(binding)
 
     def _ordered(self) -> list[str]:
-        """The modules, each behind those that it needs when it is run: for base classes, decorators, constants."""
+        """The modules, each after those that it needs at import: for base classes, decorators, constants."""
         needed: dict[str, set[str]] = {definition.module: set() for definition in self._found}
         parts: list[tuple[str, ast.AST]] = []
         parts += [(module, part) for module in needed for part in self._statements(module)]
@@ -192,8 +192,8 @@ class Runtime:
     def _given_names(self) -> dict[Definition, str]:
         """A name for each definition.
 
-        Those that several modules have get the module's last name in front, and so do those that are read as its
-        attributes: ``groups.count`` may stand beside a variable ``count``.
+        Names that several modules define get the module's last name as a prefix, and so do those that are read as its
+        attributes: ``groups.count`` may be used next to a variable ``count``.
         """
         taken: dict[str, Definition] = {}
         for definition in self._found:
@@ -204,7 +204,7 @@ class Runtime:
         return {definition: name for name, definition in taken.items()}
 
     def _parts(self, module: str) -> Iterable[str]:
-        """The gathered texts of a module, in its order, under its name."""
+        """The gathered source of a module, in its order, below a heading."""
         nodes = {id(node): d for d, node in self._found.items() if d.module == module}
         parts = []
         for node in parsed(module)[1].body:
@@ -218,7 +218,7 @@ class Runtime:
         return parts
 
     def _edited(self, module: str, node: ast.stmt) -> str:
-        """The text of a statement, with the names that its definitions have in the file."""
+        """The source of a statement, with names as in the file."""
         text = parsed(module)[0]
         lines = Lines(text)
         start, end = whole(lines, node)
@@ -259,13 +259,13 @@ class Runtime:
                     names[inner.id] = self._imports[binding]
                 elif id(inner) in annotations and not binding and not hasattr(builtins, inner.id):
                     self._import("Any", Binding("typing", "Any"))
-                    names[inner.id] = "Any"  # what only type checkers import
+                    names[inner.id] = "Any"  # imported only for type checkers
         return changes + renamed(text, node, names)
 
     @staticmethod
     @functools.cache
     def _statements(module: str) -> list[ast.stmt]:
-        """Statements at the top level of a module that define nothing, but do something with what is defined."""
+        """Top-level statements of a module that define nothing, but act on definitions."""
         kinds = (ast.For, ast.Expr)
         return [
             node
@@ -276,7 +276,7 @@ class Runtime:
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> list[str]:
-    """Names that nodes read, each once, in order; attributes of names as ``name.attribute``, too."""
+    """Names that nodes read, in order, without duplicates; also attributes of names, as ``name.attribute``."""
     found: dict[str, None] = {}
     for node in nodes:
         for inner in ast.walk(node):
@@ -288,7 +288,7 @@ def _names_in(nodes: Iterable[ast.AST]) -> list[str]:
 
 
 def _attributes_in(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names of attributes that nodes read, or might: strings may be given to ``getattr``."""
+    """Names of attributes that nodes read, or might read, as strings may be passed to ``getattr``."""
     found = set()
     for inner in (inner for node in nodes for inner in ast.walk(node)):
         if isinstance(inner, ast.Attribute):
@@ -299,7 +299,7 @@ def _attributes_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _run_at_once(node: ast.stmt) -> list[ast.AST]:
-    """The parts of a definition that run where it stands, and not when it is called."""
+    """The parts of a definition that run when it is defined, and not when it is called."""
     if isinstance(node, ast.ClassDef):
         inner = [part for child in node.body for part in _run_at_once(child)]
         return [*node.bases, *node.decorator_list, *inner]
@@ -319,7 +319,7 @@ def _annotations(node: ast.AST) -> list[ast.expr]:
 
 
 def _registers(node: ast.AST) -> bool:
-    """Whether an expression registers a name for a topology."""
+    """Whether an expression registers a topology's name."""
     inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     inner |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
     return "register_topology" in inner

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are first started, several at a time."""
+"""Compiles kernels before their first launch, several at a time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rewire.console import progress
 from rewire.errors import RewireError
 from rewire.kernels.kernel import Launch
 
-#: Triton's driver and parser are those of the process.
+#: Triton's driver and Python's parser are shared by all threads.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def gpu_named(target: str | None) -> Any:
-    """Triton's description of a GPU; None: the one that is here.
+    """Triton's description of the GPU ``target``; None: the current one.
 
     Raises:
-        RewireError: there is none, or none of that name; this build of PyTorch starts other kernels than there; or
-            Triton is missing.
+        RewireError: there is no GPU, or none of that name; this build of PyTorch launches different kernels from those
+            of that GPU; or Triton is missing.
     """
     try:
         from triton.backends.compiler import GPUTarget
@@ -47,17 +47,17 @@ def gpu_named(target: str | None) -> Any:
 
 
 def compiled(launches: Iterable[Launch], gpu: Any, jobs: int | None) -> int:
-    """Compile the kernels of these launches, as far as they are not in Triton's cache.
+    """Compile the kernels of these launches that are not in Triton's cache yet.
 
-    By the function that starts them, so that Triton will ask its cache for the same. In threads: Triton holds Python's
-    lock while it reads a kernel, 8 % of the time.
+    This uses the function that launches them, so that the cache keys are the same. Threads are enough: Triton holds the
+    GIL only while it parses a kernel, 8 % of the time.
 
     Args:
-        gpu: of `gpu_named`.
-        jobs: threads; None: one for each processor.
+        gpu: the result of `gpu_named`.
+        jobs: number of threads; None: one for each processor.
 
     Returns:
-        How many different kernels there are.
+        The number of different kernels.
     """
     from triton import AsyncCompileMode
 
@@ -83,13 +83,13 @@ def _driver() -> Any:
 
     try:
         return driver.active
-    except RuntimeError:  # no driver, or several
+    except RuntimeError:  # there is no driver, or there are several
         return None
 
 
 @contextlib.contextmanager
 def _parsed_one_by_one() -> Iterator[None]:
-    """Kernels' sources: `ast.parse` of Python 3.11 counts its depth for all threads together, and fails by chance."""
+    """A lock on `ast.parse`: Python 3.11 counts its depth over all threads together, and fails at random."""
     from triton.runtime.jit import JITCallable
 
     parse, lock = JITCallable.parse, threading.Lock()
@@ -107,13 +107,13 @@ def _parsed_one_by_one() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_place_of_a_device(gpu: Any) -> Iterator[None]:
-    """Triton takes this GPU for the current device, unless it is None."""
+    """A context in which Triton takes this GPU, unless it is None, for the current device."""
     from triton.runtime import driver
 
     here = _driver()
     current: Any = types.SimpleNamespace(
         get_current_target=lambda: gpu,
-        get_current_device=lambda: f"ahead of {gpu}",  # kernels of no device
+        get_current_device=lambda: f"ahead of {gpu}",  # a key that no real device has
         get_current_stream=lambda device: None,
     )
     if gpu is not None:

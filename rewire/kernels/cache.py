@@ -1,4 +1,4 @@
-"""Generated modules and compiled libraries on disk: Triton reads the source of a kernel from its file."""
+"""The folder of generated modules, from whose files Triton reads the source of kernels, and of compiled libraries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _lock = threading.Lock()
 
 
 def load(text: str) -> ModuleType:
-    """The module with this source, imported once per process.
+    """Import the module with this source, once per process.
 
-    Its file is named after a hash of the text and of the versions of rewire and Triton.
+    Its file name has a hash of the source and of the versions of rewire and Triton.
 
     Raises:
         PermissionError: see `folder`.
@@ -43,16 +43,16 @@ def load(text: str) -> ModuleType:
 
 
 def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """A file in the folder, named after hashes of ``key`` and the version of rewire, and of its contents.
+    """A file in the folder, named after hashes of ``key`` with the version of rewire, and of its contents.
 
-    One that is not what its name says (cut off, say), or that another user owns, is made again: a damaged library would
-    not fail to load, but kill the process.
+    A file whose contents do not match its name (truncated, for example), or that another user owns, is made again: a
+    damaged library would not fail to load, but kill the process.
 
     Args:
-        stem: what its name begins with.
-        key: all that its contents depend on.
-        suffix: what its name ends with, as ".so".
-        make: writes it, to the path that it is given; called if there is none.
+        stem: beginning of the file's name.
+        key: everything on which its contents depend.
+        suffix: end of the file's name, such as ".so".
+        make: called with a path to write the file to, if there is none yet.
 
     Raises:
         PermissionError: see `folder`.
@@ -69,20 +69,20 @@ def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Pa
 
 
 def folder() -> Path:
-    """Where generated modules are kept: ``REWIRE_CACHE_DIR``, or ``rewire`` in the platform's cache directory.
+    """The folder for generated modules: ``REWIRE_CACHE_DIR``, or ``rewire`` in the platform's cache directory.
 
-    A user without a home directory has a folder among the temporary files.
+    For a user without a home directory, it is in the directory for temporary files.
 
     Raises:
-        PermissionError: others could write to it, and so run code in this process; or it cannot be made.
+        PermissionError: other users could write to the folder, and so run code in this process; or it cannot be made.
     """
     path = Path(os.environ.get("REWIRE_CACHE_DIR") or _platform_cache() / "rewire")
     try:
         path = path.expanduser().absolute()
-    except RuntimeError:  # a container whose user has no home
+    except RuntimeError:  # a container's user without a home directory
         path = Path(tempfile.gettempdir(), f"rewire-{os.getuid()}").absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid"):  # elsewhere (Windows) a user's folders are private
+    if hasattr(os, "getuid"):  # on Windows, a user's folders are private
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(
@@ -108,7 +108,7 @@ def _name(stem: str, *key: str) -> str:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a build under another name
+    except importlib.metadata.PackageNotFoundError:  # a build of Triton under another name
         return "unknown"
 
 
@@ -117,7 +117,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a file that this user wrote, and no link."""
+    """Whether it is a file that this user owns, and not a link."""
     if not path.is_file() or path.is_symlink():
         return False
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()

@@ -1,4 +1,4 @@
-"""A Triton kernel, generated or written by hand, and how it is started."""
+"""Launching Triton kernels, generated or handwritten."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: Programs among which a kernel that sums over rows is divided, about: a few for each processor of a large GPU. Fixed,
+#: Approximate number of programs of a kernel that sums over rows: a few for each multiprocessor of a large GPU. Fixed,
 #: so that results do not depend on the device.
 PROGRAMS = 1024
 
-#: Routines, and kernels of each kind, that are kept: those of a few batch sizes of a deep model. The oldest goes first.
+#: Most routines, and kernels of each kind, to cache: enough for a few batch sizes of a deep model. The oldest go first.
 MOST_KEPT = 4096
 
-#: Patterns of aligned pointers for which a launch keeps compiled kernels.
+#: Most patterns of aligned pointers for which a `Kernel` caches compiled kernels.
 MOST_COMPILED = 16
 
 
 class Code(NamedTuple):
-    """A Triton kernel, and how it is divided.
+    """A Triton kernel and its grid.
 
     Attributes:
-        jit: the decorated function; asked for when it is first started.
+        jit: a function that returns the decorated function; called at the first launch.
         programs: the grid.
-        constants: arguments that are fixed when it is compiled, and options of the compiler.
-        made_for: of a generated one, its `sums.grid.Grid`.
+        constants: compile-time arguments, and options of the compiler.
+        made_for: the `sums.grid.Grid` of a generated kernel.
     """
 
     jit: Callable[[], Any]
@@ -43,25 +43,25 @@ class Code(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel, and what it is started with."""
+    """A launch of a kernel: the kernel and its arguments."""
 
     code: Code
     arguments: dict[str, Any]
 
 
-#: Where launches are noted, in place of being started.
+#: The list to which launches are recorded instead of being executed.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
-#: How many threads do so.
+#: Number of threads that record launches.
 _anywhere = 0
 _COUNTING = threading.Lock()
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """The launches of this thread, in turn: they are noted, not started, and leave results as memory was.
+    """A context that records this thread's launches instead of executing them, so that results are uninitialised.
 
-    Mixes of all devices go the way of a GPU's, those of the meta device, too. (A kernel that has run on these tensors
-    before is started, on a GPU.)
+    Mixes on all devices, including meta, use a GPU's kernels. (On a GPU, a kernel that has already run on these tensors
+    is executed.)
     """
     global _anywhere
     launches: list[Launch] = []
@@ -69,7 +69,7 @@ def noted() -> Iterator[list[Launch]]:
     with _COUNTING:
         _anywhere += 1
     try:
-        with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward is in this thread, too
+        with torch.autograd.set_multithreading_enabled(False):  # keeps a GPU's backward in this thread
             yield launches
     finally:
         with _COUNTING:
@@ -78,12 +78,12 @@ def noted() -> Iterator[list[Launch]]:
 
 
 def noting() -> bool:
-    """Whether kernels are noted. torch.compile asks what it can guard: whether they are in any thread."""
+    """Whether launches are recorded; for torch.compile, which needs something to guard on, whether any thread does."""
     return _anywhere > 0 and (torch.compiler.is_compiling() or _noted.get(None) is not None)
 
 
 def _without_memory(x: Tensor) -> Tensor:
-    """What a launch depends on of a tensor, beside its strides: dtype, size of the memory, which addresses are even."""
+    """A stand-in with the properties on which a launch depends: dtype, size of the memory, and aligned addresses."""
     if x.is_meta:
         return x
     first = x.data_ptr() % 16 // x.itemsize
@@ -91,12 +91,12 @@ def _without_memory(x: Tensor) -> Tensor:
 
 
 class Part(NamedTuple):
-    """A part of one of the tensors of a list, which a kernel takes as a tensor of its own.
+    """A part of a tensor in a list, which a kernel takes as a separate tensor.
 
     Attributes:
-        place: of that tensor in the list.
-        offset: bytes from its first element to the part's.
-        view: the part, given the tensor.
+        place: place of the tensor in the list.
+        offset: bytes from the tensor's first element to the part's.
+        view: function from the tensor to the part.
     """
 
     place: int
@@ -104,35 +104,35 @@ class Part(NamedTuple):
     view: Callable[[Tensor], Tensor]
 
 
-#: Where a tensor is in a list.
+#: Place of a tensor in a list.
 At = int | Part
 
 
 def taken(tensors: Sequence[Tensor], at: At) -> Tensor:
-    """The tensor there."""
+    """The tensor at a place."""
     return tensors[at] if isinstance(at, int) else at.view(tensors[at.place])
 
 
 class WithoutMemory(RuntimeError):
-    """A kernel was to read a tensor that stands for another, as of a collective that other ranks still compute."""
+    """A kernel was given a tensor without memory, such as the result of a collective that is still running."""
 
 
 class Kernel:
     """A kernel with all of its arguments but the tensors, which it takes from a list.
 
-    Triton looks a kernel up by the types and values of its arguments, and by which pointers are multiples of 16. All
-    but the last is fixed here: what Triton has compiled is kept by that, and started directly from then on. (Not on AMD
+    Triton looks kernels up by the types and values of their arguments, and by which pointers are multiples of 16. Only
+    the latter can vary here, so compiled kernels are cached by it, and launched directly from then on. (Not on AMD
     GPUs, where kernels also depend on the sizes of storages.)
 
     Attributes:
-        code: the kernel, and how it is divided.
-        device: of the tensors.
-        numbers: by parameter, all that is no tensor.
-        index: of a CUDA device.
-        used: where the kernel's tensors are in the list.
+        code: the kernel and its grid.
+        device: device of the tensors.
+        numbers: arguments that are not tensors, by parameter.
+        index: index of the CUDA device.
+        used: places of the kernel's tensors in the list.
         pointers: the same, as places and offsets.
-        places: by parameter, where they are among those.
-        compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
+        places: by parameter, indices into ``used``.
+        compiled: compiled kernels, as functions of pointers; the key None is for pointers that are all aligned.
     """
 
     __slots__ = ("code", "compiled", "device", "index", "numbers", "places", "pointers", "used")
@@ -146,7 +146,7 @@ class Kernel:
     ) -> None:
         """
         Args:
-            tensors: by parameter, where a tensor is in the list, or several are.
+            tensors: by parameter, the place of a tensor in the list, or places of several.
         """
         self.code, self.device, self.numbers = code, device, dict(numbers)
         self.index = device.index if device.type == "cuda" else None
@@ -161,7 +161,7 @@ class Kernel:
         self.compiled: dict[tuple[bool, ...] | None, Callable[[tuple[int, ...]], None]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Start it."""
+        """Launch the kernel."""
         if self.compiled:
             pointers = tuple([tensors[i].data_ptr() + offset for i, offset in self.pointers])
             if 0 in pointers:
@@ -177,12 +177,12 @@ class Kernel:
         self.start([taken(tensors, at) for at in self.used])
 
     def launch(self, used: Sequence[Tensor]) -> Launch:
-        """What it is started with."""
+        """The launch with these tensors."""
         tensors = {name: tuple(used[at]) if isinstance(at, slice) else used[at] for name, at in self.places.items()}
         return Launch(self.code, tensors | self.numbers)
 
     def start(self, used: Sequence[Tensor]) -> None:
-        """Through Triton, which compiles what it does not know; or it is noted."""
+        """Launch through Triton, which compiles new kernels; or record the launch."""
         launches, meta = _noted.get(None), self.device.type == "meta"
         if not math.prod(self.code.programs):  # there are no elements
             return
@@ -194,13 +194,13 @@ class Kernel:
         jit = self.code.jit()
         with on(self.device):
             compiled = jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
-        known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
+        known = hasattr(type(compiled), "__getitem__")  # not in the interpreter, nor while it is being compiled
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
             self.compiled[aligned] = self._direct(launcher(compiled, self.code.programs), jit.arg_names)
 
     def _direct(self, runner: Callable[..., None], parameters: Sequence[str]) -> Callable[[tuple[int, ...]], None]:
-        """Triton's launcher of a compiled kernel, given pointers: they take their places among the other arguments."""
+        """A function of pointers that calls Triton's launcher of a compiled kernel with all arguments."""
         fixed = self.numbers | dict(self.code.constants)
         others = [None if name in self.places else fixed[name] for name in parameters]
         places = [(parameters.index(name), at) for name, at in self.places.items()]
@@ -222,15 +222,15 @@ def by_hand(
     constants: Mapping[str, Any],
     **several: int,
 ) -> Kernel:
-    """A kernel that is written by hand, of a list of its tensors in the order of its parameters.
+    """A handwritten kernel, which takes a list of its tensors in the order of its parameters.
 
     Args:
         jit: the decorated function.
-        programs: the grid, as far as it is not 1.
-        device: of the tensors.
-        numbers: by parameter, all that is no tensor.
+        programs: the grid; missing dimensions are 1.
+        device: device of the tensors.
+        numbers: arguments that are not tensors, by parameter.
         constants: as in `Code`.
-        several: how many tensors there are of a parameter that is a tuple of them.
+        several: number of tensors for each parameter that is a tuple of them.
     """
     places: dict[str, At | tuple[At, ...]] = {}
     first = 0
@@ -243,12 +243,12 @@ def by_hand(
 
 
 class Fitted(NamedTuple):
-    """A kernel that is written by hand, for tensors of given metadata.
+    """A handwritten kernel for tensors of given metadata.
 
     Attributes:
-        kernel: of a list of tensors, in the order of its parameters.
-        copied: which of the tensors [..., D] are, their rows not being even.
-        programs: of rows and of columns, of which each leaves partial sums.
+        kernel: the kernel, which takes tensors in the order of its parameters.
+        copied: which of the tensors [..., D] have to be copied, as their rows are not evenly spaced.
+        programs: numbers of programs over rows and over columns, each of which leaves partial sums.
     """
 
     kernel: Kernel
@@ -256,7 +256,7 @@ class Fitted(NamedTuple):
     programs: tuple[int, int] = (1, 1)
 
     def even(self, *tensors: Tensor) -> list[Tensor]:
-        """These, of which some are copied."""
+        """The tensors, with copies where they are needed."""
         return [x.contiguous() if copy else x for x, copy in zip(tensors, self.copied, strict=True)]
 
 
@@ -266,7 +266,7 @@ def _check_memory(tensors: Sequence[Tensor]) -> None:
             raise WithoutMemory(f"A kernel cannot read {type(x).__name__}: it has no memory of its own.")
 
 
-#: Parameters of the function that Triton makes for a compiled kernel, as far as it is known here.
+#: The parameters of Triton's launch function that are supported here.
 _RUN = (
     *("gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata"),
     *("launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
@@ -274,11 +274,11 @@ _RUN = (
 
 
 def launcher(compiled: Any, programs: tuple[int, int, int]) -> Callable[..., None]:
-    """``compiled[programs]``, what starts a kernel on the current stream.
+    """``compiled[programs]``, a function that launches a kernel on the current stream.
 
-    Most of that prepares what hooks are told: without any, the function below it is called, as Triton does itself.
+    Most of its time goes into arguments for hooks; without hooks, this calls the function below it, as Triton does.
     """
-    through_hooks: Callable[..., None] = compiled[programs]  # which loads the kernel
+    through_hooks: Callable[..., None] = compiled[programs]  # this loads the kernel
     run: Any = getattr(compiled, "run", None)
     if run is None or tuple(inspect.signature(run).parameters) != _RUN:
         return through_hooks
@@ -299,7 +299,7 @@ def launcher(compiled: Any, programs: tuple[int, int, int]) -> Callable[..., Non
 
 
 def _aligned(pointers: tuple[int, ...]) -> tuple[bool, ...] | None:
-    """Which are multiples of 16; None: all."""
+    """Which pointers are multiples of 16; None if all are."""
     if not functools.reduce(operator.or_, pointers) % 16:
         return None
     return tuple([pointer % 16 == 0 for pointer in pointers])
@@ -309,6 +309,6 @@ _THERE = contextlib.nullcontext()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """A context in which ``device`` is the current one, on which Triton launches."""
     there = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _THERE if there else torch.cuda.device(device)

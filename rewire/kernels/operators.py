@@ -1,12 +1,12 @@
 """The kernels as PyTorch operators, ``torch.ops.rewire.*``: functional, and opaque to torch.compile.
 
-They have no autograd of their own: the functions in `mix` and `claimed` know which gradients are wanted, and in which
-order they are cheap. With ``TRITON_INTERPRET=1`` they run on a CPU.
+They are not differentiable: the functions in `mix` and `claimed` know which gradients are needed, and in which order
+they are cheap. With ``TRITON_INTERPRET=1`` they run on a CPU.
 
 In all of them sources, added branches and gradients are [..., D] of one shape; weights are float32, [N] or, per
 channel, [N, D]; scores are float32 [..., 1], one for each source or none; accumulators are float32 [..., D].
 
-An operator is declared once: its schema is its signature, and beside it stands what its results look like.
+An operator is declared once: its schema comes from its signature, and the decorator gets its fake implementation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rewire.kernels.sums.spec import MAX_NORM_WIDTH, Weights, spec_of
 from rewire.kernels.switch import listened, uses_kernels
 from rewire.torch_internals import spare_inductor_a_description
 
-#: Columns of a hidden layer up to which kernels compute it.
+#: Most columns of a hidden layer that kernels compute.
 MOST_HIDDEN = 128
-#: Streams and products of each up to which one kernel writes the streams and makes the products.
+#: Most streams, and products of each, for which one kernel writes the streams and projects them.
 MOST_WRITTEN, MOST_PRODUCTS = 4, 8
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -44,12 +44,12 @@ def fits_norm(x: Tensor) -> bool:
 def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Register a function as ``torch.ops.rewire.<its name>``.
 
-    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors. What is returned
-    goes through the dispatcher only where somebody listens: it costs as much as a launch.
+    This uses the low-level API, as ``torch.library.custom_op`` costs twice as much per call for lists of tensors. The
+    returned function goes through the dispatcher only if something listens, as that costs as much as a launch.
 
     Args:
-        results: makes results of the right shapes and dtypes; its parameters are those of the function that they depend
-            on, by name.
+        results: makes results of the right shapes and dtypes, from those parameters of the function, by name, on which
+            they depend.
     """
 
     def register(function: _Function) -> _Function:
@@ -57,7 +57,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
         asked = tuple(inspect.signature(results).parameters)
 
         def fake(*args: object, **kwargs: object) -> object:
-            if noting() and not listened():  # a compiled graph runs on the meta device
+            if noting() and not listened():  # for a compiled graph on the meta device
                 return function(*args, **kwargs)
             spare_inductor_a_description(operator)
             given = signature.bind(*args, **kwargs)
@@ -74,7 +74,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
             by_dispatcher = listened()
             try:
                 return operator(*args) if by_dispatcher else function(*args)
-            except WithoutMemory:  # the dispatcher asks such tensors for those that they stand for
+            except WithoutMemory:  # the dispatcher unwraps such tensors
                 if by_dispatcher:
                     raise
                 return operator(*args)
@@ -85,7 +85,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What `launch` allocates: contiguous."""
+    """A contiguous tensor, as `launch` allocates it."""
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -104,12 +104,12 @@ def _forward(
     eps: float = 0.0,
     apart: int = 0,
 ) -> Mixed:
-    """Start the kernels of mixes.
+    """Launch the kernels of mixes.
 
     Args:
-        outputs: how many; 0: one, whose weights have no dimension for it.
-        norm: "rms" or "layer", of one output.
-        apart: of sources that begin with a stack, results that are not stacked: the last ones.
+        outputs: number of outputs; 0: one, whose weights have no dimension for outputs.
+        norm: "rms" or "layer", for one output.
+        apart: if the first source is a stack, the number of last results that are not stacked.
     """
     sources, weights, scores, added, accumulators, probes, _, bias, means, stacks = inputs
     many, biased = outputs or 1, norm is None or bias is not None
@@ -120,10 +120,10 @@ def _forward(
 
 
 def _backward(inputs: GradientInputs, outputs: int = 0, norm: str | None = None, biased: bool = True) -> list[Tensor]:
-    """Start the kernels of their gradients.
+    """Launch the kernels of the mixes' gradients.
 
     Returns:
-        Gradients of what was added and of the norm, if there is one; of sources, weights and scores.
+        Gradients of added branches and of the norm, if there is one; of sources, weights and scores.
     """
     sources, normed, kind = _count(inputs), norm is not None, _kind(inputs.weights, outputs)
     scored, carried = len(inputs.scores) > 0, len(inputs.carried) > 0
@@ -142,7 +142,7 @@ def _kind(weights: Tensor | None, outputs: int) -> Weights:
 
 
 def _count(inputs: MixInputs | GradientInputs) -> int:
-    """Sources, of which the first may be a stack of several."""
+    """Number of sources, where the first may be a stack of several."""
     return len(inputs.sources) + (inputs.sources[0].shape[-2] - 1 if inputs.stacks else 0)
 
 
@@ -192,7 +192,7 @@ def mix_norm(
     norm_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [rows]."""
+    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and the norm's statistic for backward, float32 [rows]."""
     inputs = MixInputs(sources, weights, scores, added, _maybe(accumulator), (), norm_weight, norm_bias)
     done = _forward(inputs, dtype=dtype, norm=norm, eps=eps)
     assert done.normed is not None
@@ -209,7 +209,7 @@ def _mix_backward_like(sources: Sequence[Tensor], weights: Tensor | None, scores
 def mix_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of `mix`: N of the sources, that of the weights if given, those of the scores in one [..., N]."""
+    """Gradients of `mix`: of the N sources, of the weights if given, of the scores in one tensor [..., N]."""
     return _backward(GradientInputs((grad,), sources, weights, scores))
 
 
@@ -238,10 +238,10 @@ def mix_norm_backward(
     weights: Tensor | None,
     scores: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of `mix_norm`: of the mix (and so of what was added), the norm's weight, its bias if it is ``biased``,
+    """Gradients of `mix_norm`: of the mix (and so of added branches), the norm's weight, its bias if it is ``biased``,
     then those of `mix_backward`.
 
-    ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
+    ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if that was used.
     """
     of_norm = (mixed,), rstd, _maybe(grad_mix), norm_weight
     return _backward(GradientInputs((grad,), sources, weights, scores, *of_norm), norm=norm, biased=biased)
@@ -267,7 +267,7 @@ def _mixes_like(
 
 
 def _outputs(weights: Tensor | None, scores: Sequence[Tensor], probes: Sequence[Tensor] = ()) -> int:
-    """How many results a contraction has; scores are one table or, in a list of several, [..., M] of each source."""
+    """Number of results of `mixes`; scores are one table or, in a list of several, [..., M] of each source."""
     return len(probes) or (scores[0].shape[-1 if len(scores) > 1 else -2] if weights is None else weights.shape[0])
 
 
@@ -285,16 +285,16 @@ def mixes(
     """M mixes in one pass over N sources, ``y_m = sum_n (w_mn + s_mn) x_n + sum_j a_mj``; with probes p_m also the dot
     products ``<x_n, p_m>``.
 
-    With gradients of mixes for sources and states that these read for probes, it is what the mixes send back: the
-    gradients of the states, of the weights and of the scores.
+    It also computes backward: with the mixes' gradients as sources and the states that they read as probes, it returns
+    the gradients of the states, of the weights and of the scores.
 
     Args:
         weights: [M, N] or [M, N, D].
-        scores: one table [..., M, N]; or of each source [..., M]; or, with probes, of each probe [..., N].
+        scores: one table [..., M, N]; or for each source [..., M]; or, with probes, for each probe [..., N].
         added: any number for one mix, or one for each.
-        dtype: of the mixes; None: that of plain adds.
+        dtype: dtype of the mixes; None: that of plain adds.
         stacks: whether the first source is [..., n, D], and counts as n. Then the mixes come in one tensor, too, [...,
-            M - apart, D], but for the last ``apart``, fewer than M.
+            M - apart, D], except the last ``apart``, fewer than M.
 
     Returns:
         The mixes; with probes and weights, dot products in their shape; with probes and scores, those [..., M, N].
@@ -339,11 +339,10 @@ def gather_attended(
     tallies: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What N reads that attend send back to M states: their scores are M of [..., N], their tallies N of [3, ...].
+    """Gradients of M states that N attending reads read, and of their scores, [..., M, N].
 
-    Gradients that came other ways are any number for a single state, or one for each.
-
-    Returns gradients of the states, and of their scores, [..., M, N].
+    Scores are M of [..., N], tallies N of [3, ...]. ``added`` are gradients of other uses: any number for a single
+    state, or one for each.
     """
     from rewire.kernels.handwritten import softmax  # only where there is Triton
 
@@ -366,8 +365,8 @@ def _write_like(streams: Tensor, branches: Sequence[Tensor], weight: Tensor) -> 
 def write_and_project(
     streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`mixes` of streams [..., n, D] and branches [..., D], with ``table`` [..., n, n + branches] for scores; and
-    what `project` returns of the new streams.
+    """`mixes` of streams [..., n, D] and branches [..., D], with ``table`` [..., n, n + branches] as scores; and the
+    `project` of the new streams.
     """
     from rewire.kernels.handwritten import writes
 
@@ -396,7 +395,7 @@ def write_and_project_backward(
 ) -> list[Tensor]:
     """Gradients of `write_and_project`: of the streams, of each branch, of the table, of the weight, [K, D].
 
-    ``grad`` is that of the products, ``carried`` that of the new streams; what a read of these sends back is as in
+    ``grad`` is the gradient of the products, ``carried`` that of the new streams; ``of_read`` and ``factors`` are as in
     `project_backward`.
     """
     from rewire.kernels.handwritten import projection, writes
@@ -408,7 +407,7 @@ def write_and_project_backward(
     return [of_streams, *of_branches, *sums]
 
 
-# What is computed per token.
+# Values per token.
 
 
 def _project_like(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -418,9 +417,9 @@ def _project_like(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor,
 
 @_operator(_project_like)
 def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor, [rows]; weight [D, K].
+    """``x @ weight``, [..., K], or with eps ``rms_norm(x) @ weight``, and the norm's factor, [rows]; weight [D, K].
 
-    ``clamped``, what is below zero becomes -0, by which backward knows it.
+    With ``clamped``, negative scores become -0, by which backward recognises them.
     """
     from rewire.kernels.handwritten import projection  # only where there is Triton
 
@@ -441,8 +440,8 @@ def project_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
 
-    Those of the scores are [..., K] or, of the first and of the others, two. Of streams x, [..., n, D] or side by side
-    [..., n D], also the part of a read ``sum_i m_i x_i`` is added: its gradient ``of_read`` [..., 1, D] times the
+    ``grads`` are [..., K], or two tensors for the first scores and the others. If x holds streams, [..., n, D] or
+    concatenated [..., n D], the gradient of a read ``sum_i m_i x_i`` is added, too: ``of_read`` [..., 1, D] times the
     ``factors`` m, float32 [..., n, 1].
     """
     from rewire.kernels.handwritten import projection
@@ -453,7 +452,7 @@ def project_backward(
 
 @_operator(lambda hidden: _like(hidden.movedim(-1, 0)).movedim(0, -1))
 def hidden(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
-    """``gelu(h) @ W + b``, float32 [..., K], of a hidden layer h as `project` returns it; W [K, K], b [K]."""
+    """``gelu(h) @ W + b``, float32 [..., K], for a hidden layer h from `project`; W [K, K], b [K]."""
     from rewire.kernels.handwritten import hidden as kernels
 
     return kernels.forward(hidden, weight, static)
@@ -465,7 +464,7 @@ def hidden(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
 def hidden_backward(
     grad: Tensor, x: Tensor, read: Tensor, weight: Tensor, hidden: Tensor, inverse: Tensor, carried: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `hidden` of ``project(x, read)``: of x, with what is ``carried``, of read, [K, D], of W and b."""
+    """Gradients of ``hidden(project(x, read))``: of x, plus ``carried``, of read, [K, D], of W and of b."""
     from rewire.kernels.handwritten import hidden as kernels
 
     return kernels.backward(grad, x, read, weight, hidden, inverse, carried)
@@ -473,7 +472,7 @@ def hidden_backward(
 
 @_operator(lambda streams: _float(streams, *streams.shape[:-1], 1))
 def products(grad: Tensor, streams: Tensor) -> Tensor:
-    """``<grad, streams_i>``, float32 [..., n, 1], of the gradient [..., 1, D] of a read and streams [..., n, D]."""
+    """``<grad, streams_i>``, float32 [..., n, 1], for the gradient [..., 1, D] of a read and streams [..., n, D]."""
     from rewire.kernels.handwritten import projection
 
     return projection.products(grad, streams)
@@ -488,13 +487,13 @@ def _gates_like(products: Tensor, n: int, iterations: int) -> tuple[Tensor, Tens
 def gates(
     products: Tensor, static: Tensor, scale: Tensor, n: int, iterations: int, eps: float, magnitude: float
 ) -> tuple[Tensor, Tensor]:
-    """What units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n], with: see `gating`.
+    """The gates with which units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n]: see `gating`.
 
     Args:
         products: float32 [..., n, n + 2] or, with iterations, [..., 2 n + n n].
-        static: of one token.
+        static: in the shape of one token's products.
         scale: [n + 2] or [2 n + n n].
-        iterations: of Sinkhorn-Knopp; 0: gates are values with a hyperbolic tangent.
+        iterations: of Sinkhorn-Knopp; 0: the tanh form of gates.
         eps, magnitude: as in `ManifoldHyperConnections`.
     """
     from rewire.kernels.handwritten import gates  # only where there is Triton
@@ -526,7 +525,7 @@ def gates_backward(
     return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)
 
 
-# The softmax of reads that attend.
+# The softmax of attending reads.
 
 
 @_operator(lambda statistics: statistics.new_empty((3, *statistics.shape[1:])))
@@ -544,10 +543,10 @@ def _softmax_like(scores: Sequence[Tensor], begun: Tensor | None) -> tuple[Tenso
 
 @_operator(_softmax_like)
 def softmax(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Weights that add up to ``count``, [n, ...], of n scores, float32 [...]; and what `tally` takes of them, [2, ...].
+    """Weights that add up to ``count``, [n, ...], from n scores, float32 [...]; and statistics for `tally`, [2, ...].
 
-    Of scores that were seen before, ``begun`` is what came of them with ``count=0``: numerators that are not divided,
-    and their largest score and sum. They weigh as one more state, the first.
+    ``begun`` are the statistics of earlier scores, from a call with ``count=0``, which does not divide numerators: the
+    largest score and the sum. These scores count as one more state, the first.
     """
     from rewire.kernels.handwritten import softmax
 

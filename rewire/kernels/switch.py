@@ -1,4 +1,4 @@
-"""Where kernels run, and whether they do."""
+"""Decides whether kernels are used for a tensor."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
 #: Triton's interpreter runs kernels on a CPU: for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-#: Those of states.
+#: Dtypes of states that kernels support.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` run as Triton kernels, or would on a GPU and are noted.
+    """Whether mixes of tensors like ``x`` run as Triton kernels, or are recorded as if on a GPU.
 
-    Not in an exported program, which is run where there is no rewire.
+    False in an exported program, which has to run without rewire.
     """
     here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or noting())
     return here and x.dtype in DTYPES and not torch.compiler.is_exporting()
 
 
 def opaque(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` are operators to torch.compile: kernels, or on a CPU the compiled loop."""
+    """Whether torch.compile sees mixes of tensors like ``x`` as operators: kernels, or on a CPU the compiled loop."""
     on_cpu = x.device.type == "cpu" and x.dtype in DTYPES and not torch.compiler.is_exporting()
     return uses_kernels(x) or (ON and on_cpu and torch.compiler.is_compiling())
 
 
 def listened() -> bool:
-    """Whether somebody is to see each operation: torch.compile, or a dispatch mode.
+    """Whether torch.compile or a dispatch mode has to see each operation.
 
-    Fake tensors are such a mode, and so is selective checkpointing. That keeps results of some operations, to hand them
-    out again in place of running these: they may not be written to.
+    Such modes are those of fake tensors and of selective checkpointing. The latter keeps results of some operations and
+    returns them instead of running these again, so that they must not be written to.
     """
     return torch.compiler.is_compiling() or in_dispatch_mode()

@@ -1,1 +1,1 @@
-"""Weighted sums of states, and what their weights are computed with: topologies are written in these."""
+"""Weighted sums of states, and the functions that compute their weights: topologies are built from these."""

@@ -1,8 +1,8 @@
-"""Tensors that backward makes again in place of keeping them: streams, what units read, what norms make of that.
+"""Recomputation: tensors that backward makes again instead of keeping them, such as streams, reads, and their norms.
 
-How a tensor can be made again, its *recipe*, is put on its storage, so that each view of it has it. Where autograd
-saves a tensor with a recipe while `sparing` is on, it saves the recipe. Sources of recipes are kept, and as autograd
-does, backward refuses those that were written to since.
+A tensor's *recipe* says how to make it again. It is an attribute of the tensor's storage, so that all views share it.
+While `sparing` is on, autograd saves recipes instead of tensors that have one. The sources of recipes are kept, and
+like autograd, backward refuses sources that were written to since.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
 from rewire.torch_internals import in_function_mode, memory_of, saved_tensor_hooks, writes_to
 
-#: Of how many sources sums are made again at most: what that costs grows with their number, what it spares does not.
+#: Sums of more sources are not recomputed: the cost grows with their number, the memory saved does not.
 FEW = 32
 
 Recipe = Callable[[], Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
 _THREAD = threading.local()
-_NORMS = weakref.WeakKeyDictionary[nn.Module, bool]()  #: Modules that were looked at, and whether they are norms.
+_NORMS = weakref.WeakKeyDictionary[nn.Module, bool]()  #: Module -> whether it is a norm.
 
 
 class Saved:
-    """A tensor as it is saved for backward: by its recipe if it has one, or else as it is."""
+    """A tensor as it is saved for backward: its recipe if it has one, or else the tensor itself."""
 
     __slots__ = ("geometry", "recipe", "tensor", "version")
 
@@ -43,13 +43,13 @@ class Saved:
         self.geometry = x.size(), x.stride(), x.storage_offset()
 
     def __call__(self, done: bool = False) -> Tensor:
-        """The tensor, without its history of gradients; ``done`` is for its recipe.
+        """The tensor, detached; ``done`` is passed to its recipe.
 
         Raises:
-            RuntimeError: it was written to.
+            RuntimeError: the tensor was written to.
         """
         if self.recipe is not None:
-            with torch.enable_grad():  # sums without gradients may be computed in another way
+            with torch.enable_grad():  # without gradients, sums may be computed differently
                 return self.recipe(done).as_strided(*self.geometry)
         assert self.tensor is not None
         if writes_to(self.tensor) != self.version:
@@ -61,12 +61,12 @@ class Saved:
 
 
 class _Once:
-    """A recipe whose result is held while autograd is still to ask for it.
+    """A recipe that caches its result until autograd has unpacked it as often as it was saved.
 
     Attributes:
         make: the recipe.
-        saved, asked: how often autograd has saved the result, and asked for it.
-        held: the result.
+        saved, asked: how often autograd has saved and unpacked the result.
+        held: the cached result.
     """
 
     __slots__ = ("__weakref__", "asked", "held", "make", "saved")
@@ -77,7 +77,7 @@ class _Once:
         self.held: Tensor | None = None
 
     def __call__(self, done: bool = False) -> Tensor:
-        """The result. ``done``: autograd has asked for it as often as it was saved."""
+        """The result; ``done``: autograd will not ask for it again, so it need not be cached."""
         made = self.make() if self.held is None and self.make is not None else self.held
         assert made is not None
         self.held = None if done or not self.saved else made
@@ -85,7 +85,7 @@ class _Once:
 
 
 def _packed(x: Tensor) -> Saved:
-    """What autograd saves in place of ``x`` while `sparing` is on."""
+    """The object that autograd saves in place of ``x`` while `sparing` is on."""
     saved = Saved(x)
     if saved.recipe is not None:
         saved.recipe.saved += 1
@@ -101,15 +101,15 @@ def _unpacked(saved: Saved) -> Tensor:
 
 
 def recipe_of(x: Tensor) -> _Once | None:
-    """How ``x`` can be made again, if it was not written to since that was told."""
+    """The recipe of ``x``; None if it has none, or was written to since."""
     recipe, dtype, version = getattr(x.untyped_storage(), RECIPE, (None, None, None))
     return recipe() if recipe is not None and dtype == x.dtype and version == writes_to(x) else None
 
 
 def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Where tensors with recipes are not saved, if that may be of tensors like ``x``.
+    """A context in which recipes are saved instead of tensors, where tensors like ``x`` may have them.
 
-    Not where somebody else looks after what is saved, as activation checkpointing does: sources would be kept for it.
+    It does nothing under other saved-tensor hooks, such as activation checkpointing's, which would keep the sources.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or left_to_autograd(x, 1):
         return contextlib.nullcontext()
@@ -119,7 +119,7 @@ def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def spared(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs while `sparing` tensors like its first argument."""
+    """Decorator: run a function while `sparing` tensors like its first argument."""
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,26 +133,26 @@ def spared(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_sparing() -> bool:
-    """Whether `sparing` is on; also in the forward of an autograd function."""
+    """Whether `sparing` is on; true in the forward of an autograd function, too."""
     return _packing() is _packed
 
 
 def _packing() -> Any:
-    """What autograd calls with a tensor that it saves, if anything."""
+    """The hook that autograd calls with each tensor that it saves, if there is one."""
     hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
     return None if hooks is None else hooks[0]
 
 
 def _remembers() -> bool:
-    """Whether recipes are asked for: while `sparing` is on, and in what is run to be made again."""
+    """Whether recipes are wanted: while `sparing` is on, and in operations that will be recomputed."""
     return is_sparing() or isinstance(getattr(_packing(), "__self__", None), _Region)
 
 
 def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
-    """While `sparing`, tell how ``x``, new and the only one with its memory, can be made again.
+    """While `sparing`, give ``x`` a recipe; ``x`` has to be new and the only tensor with its memory.
 
-    What made it in autograd's graph, ``ctx`` in the forward of a function, holds the recipe. Its memory does not: a
-    detached ``x`` keeps nothing alive of what it was made of.
+    The autograd node that made ``x``, or ``ctx`` in the forward of an autograd function, owns the recipe. The storage
+    does not, so a detached ``x`` does not keep its sources alive.
     """
     if not _remembers():
         return
@@ -165,7 +165,7 @@ def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
 
 
 def _forget(x: Tensor) -> None:
-    """``x`` is kept, if nobody tells otherwise, and nothing for it that it was made of."""
+    """Drop the recipe of ``x``: autograd saves ``x`` itself, and not its sources for it."""
     recipe = recipe_of(x)
     if recipe is not None:
         recipe.make = None
@@ -179,9 +179,9 @@ def remember_sums(
     add_up: Callable[..., Sequence[Tensor]],
     ctx: Any = None,
 ) -> None:
-    """Tell that ``sums`` are ``add_up(sources, *factors)``, unless of many; they are then made again together.
+    """Give ``sums`` the recipe ``add_up(sources, *factors)``, which makes all of them, unless there are many sources.
 
-    Sources that are made again themselves have to be kept for other reasons, too.
+    Sources that have recipes themselves have to be kept for other reasons, too.
     """
     if not _remembers() or len(sources) > FEW:
         return
@@ -201,7 +201,7 @@ def remember_sums(
 
 @contextlib.contextmanager
 def units_left(count: int) -> Iterator[None]:
-    """So many units follow the one that is written, or `remember_written` would not know."""
+    """A context that tells `remember_written` how many units follow the one that is written."""
     before, _THREAD.left = getattr(_THREAD, "left", None), count
     try:
         yield
@@ -210,17 +210,17 @@ def units_left(count: int) -> Iterator[None]:
 
 
 def _keeps_streams() -> bool:
-    """Whether streams are kept here: outside `units_left`, and in front of the last units: of 6, 16, 40, 64, ..
+    """Whether to keep the streams here: outside `units_left`, and where 6, 16, 40, 64, .. units are left.
 
-    Backward makes streams between two of them again at once. It begins with few: the more units it has been through,
-    the more memory it has freed.
+    Backward recomputes all streams between two kept ones at once. It begins with few, and takes more as it frees
+    memory.
     """
     left = getattr(_THREAD, "left", None)
     return left is None or left == 6 or left % 24 == 16
 
 
 def keep_some(streams: Sequence[Tensor]) -> Sequence[Tensor]:
-    """New streams; every few units they are kept, though mixes have told how they can be made again."""
+    """Return new streams; every few units, drop the recipes that mixes gave them, so that they are kept."""
     for stream in streams if _keeps_streams() and not torch.compiler.is_compiling() else ():
         _forget(stream)
     return streams
@@ -233,24 +233,24 @@ def remember_written(
     branches: Sequence[Tensor],
     ctx: Any = None,
 ) -> None:
-    """Tell that ``written`` is ``write(streams, branches)``, inside `units_left`; some are kept all the same."""
+    """Give ``written`` the recipe ``write(streams, branches)``, inside `units_left`, unless it is to be kept."""
     if _keeps_streams() or not is_sparing():
         return
-    # Their recipe knows nothing of later units, whose graph would otherwise be held by that of earlier ones.
+    # Detached: otherwise the recipe would hold their graph.
     before, kept = Saved(streams.detach()), [Saved(f.detach()) for f in branches]
     remember(written, lambda: write(before(), [f() for f in kept]), ctx)
 
 
 def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``norm(x)``, of which backward makes again what is as large as ``x``; also ``x``, if that can be made again."""
+    """``norm(x)``; backward recomputes what is as large as ``x``, and ``x`` itself if it has a recipe."""
     with sparing(x):
         return made_again(norm, x) if is_sparing() and _is_norm(norm) else norm(x)
 
 
 def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, likewise; it gives the same results again and does nothing else."""
+    """`norm_again` for any deterministic function without side effects."""
     with sparing(x):
-        if not is_sparing() or x.numel() <= x.shape[-1]:  # of one token, weights are as large as what it makes
+        if not is_sparing() or x.numel() <= x.shape[-1]:  # for one token, weights are as large as activations
             return function(x)
         region = _Region(function, x)
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
@@ -261,9 +261,9 @@ def made_again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Tensor]) -> Tensor:
-    """``merge(x, *branches)``, the next state, which backward makes again, and all that is as large, of the branches.
+    """``merge(x, *branches)``, the next state; backward recomputes it, and all that is as large, from the branches.
 
-    Not where its operations save nothing but ``x``: there branches are not kept.
+    Nothing is recomputed if its operations save only ``x``: then branches need not be kept.
     """
     with sparing(x):
         if not is_sparing() or x.numel() <= x.shape[-1] or any(left_to_autograd(f, 1) for f in branches):
@@ -272,13 +272,13 @@ def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Ten
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = merge(x, *branches)
         if region.settle():
-            _forget(result)  # what is to be made again may be a part of how a mix has told to make it
+            _forget(result)  # a mix's recipe for it may need tensors that the region recomputes
             remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether this is a norm as it was written, which gives the same results again and does nothing else."""
+    """Whether this is an unchanged norm: deterministic and without side effects."""
     if not isinstance(module, nn.Module):
         return False
     if NORM not in module.__dict__ and module not in _NORMS:
@@ -287,24 +287,24 @@ def _is_norm(module: Any) -> bool:
 
 
 class _Region:
-    """Operations on ``x``, a norm's say. The large tensors that they save are told apart by the order of saving.
+    """Operations on ``x`` that backward runs again for the large tensors they save, known by the order of saving.
 
     Attributes:
-        learns: whether ``x`` has gradients: where it has none, less is saved.
-        others: what else they read that is as large.
-        used: by its memory, what they have saved of that.
-        saved, kept: the other large tensors, as they were; and they themselves, where they are kept.
-        made: what was made again and not asked for yet.
+        learns: whether ``x`` requires gradients: if not, less is saved.
+        others: other large tensors that the operations read.
+        used: by memory, the tensors among ``others`` that they have saved.
+        saved, kept: properties of the other large tensors that they have saved; the tensors themselves, if kept.
+        made: tensors that were recomputed and not yet unpacked.
     """
 
     def __init__(self, function: Callable[..., Tensor], x: Tensor, others: Sequence[Tensor] = ()) -> None:
-        self.function = function.forward if isinstance(function, nn.Module) else function  # hooks would see it twice
+        self.function = function.forward if isinstance(function, nn.Module) else function  # hooks must not run twice
         self.x, self.size, self.learns = Saved(x.detach()), x.numel(), x.requires_grad
         self.others = [(Saved(other.detach()), other.requires_grad) for other in others]
         self.memory, self.used = memory_of(x), set[int]()
         self.memories = {memory_of(other) for other in others}
         kind = x.device.type
-        there = torch.amp.is_autocast_available(kind)  # not on the meta device
+        there = torch.amp.is_autocast_available(kind)  # false on the meta device
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if there else None
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.kept = list[Saved]()
@@ -320,7 +320,7 @@ class _Region:
         return len(self.saved) - 1
 
     def settle(self) -> bool:
-        """Whether it is worth it to keep ``others`` in place of what was saved; where it is not, that is kept."""
+        """Whether keeping ``others`` instead of what was saved pays; if not, keep what was saved."""
         worth = len(self.saved) + len(self.used) >= len(self.others)
         if worth:
             self.kept = []
@@ -338,7 +338,7 @@ class _Region:
         return self.made.pop(saved)
 
     def __call__(self) -> Tensor:
-        """What the operations returned."""
+        """Run the operations, and return their result."""
         others = [other().requires_grad_(grad) for other, grad in self.others]
         result, found = self.run(self.x(), others)
         if [(y.shape, y.dtype) for y in found] != self.saved:
@@ -350,14 +350,14 @@ class _Region:
         return result
 
     def run(self, x: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """What the operations return, and the large tensors that they save."""
+        """The operations' result, and the large tensors that they save."""
         found: list[Tensor] = []
         x = x.detach().requires_grad_(self.learns)
         known = {memory_of(y) for y in (x, *others)}
 
         def keep(saved: Tensor) -> None:
             if saved.numel() >= self.size and memory_of(saved) not in known:
-                found.append(saved.data)  # detached, it would hold the graph that holds these hooks
+                found.append(saved.data)  # detach() would hold the graph, which holds these hooks
 
         autocast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: x)

@@ -1,24 +1,24 @@
-"""States that all later reads attend over, with weights that a softmax makes of a score of each (Attention Residuals).
+"""States over which all later reads attend: the weights are a softmax of scores of the states (Attention Residuals).
 
 Read t is ``r_t = sum_i a_ti x_i`` with ``a_ti = exp(s_ti - m_t) / d_t`` and ``s_ti = w_t . rmsnorm(x_i)``: m_t is the
-largest of these scores, d_t the sum of the numerators, or their mean where the weights of n states are to add up to n.
-Of the other states' part in a gradient one number is enough for each token, as in FlashAttention-2 (arXiv 2307.08691,
+largest of these scores, d_t the sum of the numerators, or their mean if the weights of n states are to add up to n.
+For a state's gradient, one number per token sums up the other states, as in FlashAttention-2 (arXiv 2307.08691,
 section 3.1.2). With g_t, the gradient of r_t,
 
-    dx_i = sum_t a_ti g_t + what the norm and the products make of ds_ti
+    dx_i = sum_t a_ti g_t + the gradient of ds_ti through the product and the norm
     ds_ti = a_ti (<x_i, g_t> - e_t)
     e_t = sum_j a_tj <x_j, g_t> / n_t = <r_t, g_t> / n_t
 
-where n_t is what the weights add up to. So a state's gradient, like that of `claimed`, is one pass over the state and
-the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
+where n_t is the sum of the weights. So a state's gradient, as in `claimed`, takes one pass over the state and the
+gradients of its reads, once these are done, and a read's own backward needs only ``r_t`` and ``g_t``.
 
-In blocks (see `blocks.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
-``y_t = sum_i exp(s_ti - m) x_i`` in float32, m being the largest score so far. Each read then takes y_t as one more
-state, whose numerator is ``exp(m - m_t)``.
+In blocks (see `blocks.Blocks`), the sums of a block's reads are begun together over all states before the block, as in
+online softmax: ``y_t = sum_i exp(s_ti - m) x_i`` in float32, with m the largest score so far. Each read then takes y_t
+as one more state, with numerator ``exp(m - m_t)``.
 
-In groups, a state is the sum of what several units left, and reads before that is complete have it as far as it has
-come: one state more, of no other read. Gradients of a group's reads then come together, for all states that there are
-when it begins, which hand themselves on to the next group: few gradients wait at a time, as few states are held.
+In groups, a state is the sum of several units' outputs, and reads inside the group see the sum so far as one more
+state, which no other read has. Gradients of a group's reads come together, for all states that exist when it begins;
+these are passed on to the next group. So only few gradients and states are held at a time.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from rewire.mixes.history import History, Row, Scores
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
 from rewire.mixes.tokens import inverse_rms
 
-EPS = 1e-6  # of the norm
+EPS = 1e-6  # of the norm in scores
 
 
 class AttendedTable(Table):
-    """Queries of reads in turn: read t is of the t states so far; the one before the first query has none.
+    """Queries of successive reads; read t is of the t states so far, and reads before ``first`` have no query.
 
     Args:
         queries: w, float32 [K, D], of the reads from ``first`` on.
         scaled: whether the weights of n states add up to n, not to 1.
-        block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
-        group: reads until there is another state.
-        ways: how many queries each of these reads has; by default one.
-        normed: whether to keep, behind the scores of a state, also what norms it.
-        rank: how many channels scores are of, the last ones; None: all.
+        block: as in `Blocks`; by default `blocks.best_block`, and no blocks without kernels.
+        group: number of reads until there is another state.
+        ways: number of queries of each of these reads; by default one.
+        normed: whether to append to the scores of a state also its inverse norm.
+        rank: number of channels that scores use, the last ones; None: all.
         only_scores: whether the weights are another function of the scores (`AttendedHistory.scores_of`) than one
             softmax over all states: then mixes are left to autograd.
         first: the t of the first read that has a query, 2 or more.
 
     Attributes:
         blocks: how the reads are arranged.
-        first: of each read, the number of its first query; the first has none.
-        starts: of each state, the first query of a read that has it.
-        queries: of each state those of the reads that have it, [m, D].
-        own: of each read, its own, [ways, D].
-        by_state: there are no weights beside scores.
-        scaled, normed, only_scores, rank: as above.
+        first: for each read, the number of its first query; the first read has none.
+        starts: for each state, the number of the first query of a read that has it.
+        queries: for each state, the queries of the reads that have it, [m, D].
+        own: for each read, its queries, [ways, D].
+        by_state: None: all weights come from scores.
+        scaled, normed, only_scores, rank: the arguments.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AttendedHistory(History):
 
     @property
     def inverse_norms(self) -> Tensor:
-        """What rmsnorm multiplies each state with, [n, ..., 1]; only where the table keeps that."""
+        """The factor ``1 / rms`` of each state's rmsnorm, [n, ..., 1]; only with ``normed``."""
         return torch.stack([scores[..., -1:] for scores in self.scores])
 
     def _stacked(self, number: int) -> Tensor:
@@ -128,18 +128,18 @@ class AttendedHistory(History):
 
 
 class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
-    """The same, whose states gather their gradients.
+    """An `AttendedHistory` whose states gather their gradients.
 
     Attributes:
-        claims: of each read also a tensor [3, ...] whose values mean nothing, and whose gradient is what the states'
-            gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
-        begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
+        claims: with a *tally* of each read: a tensor [3, ...] with arbitrary values, whose gradient is
+            ``(m_t, d_t, e_t)``, which the states' gradients need.
+        begun: for each read of the present block the sum with which it begins, m, and the sum of the numerators.
     """
 
     __slots__ = ()
 
     by_autograd = AttendedHistory
-    constant_scores = False  # where gradients will be differentiated, the tallies depend on them
+    constant_scores = False  # for gradients of gradients: the tallies depend on the scores
 
     table: AttendedTable
 
@@ -159,7 +159,7 @@ class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
         return *scores, read if self.table.rank is None else x  # type: ignore[return-value]
 
     def _shares(self, number: int, places: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""
+        """The tensors that a read adds up, [..., D] each; their weights, [n, ...]; the statistics of its softmax."""
         begun = self.begun.get(number)
         before = 0 if begun is None else self.table.blocks.before(number)
         own = [scores.select(-1, k) for scores, k in zip(self.scores[before:], places[before:], strict=True)]
@@ -185,7 +185,7 @@ class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
 
 
 class _Claims(torch.autograd.Function):
-    """Claims of N later reads on M states, their tallies, and ``through`` times the states themselves: once, if M > 1.
+    """Returns claims of N later reads on M states, their tallies, and the states, ``through`` times (once if M > 1).
 
     ``tensors`` are the scores of each state, [..., N], and then the states, [..., D].
     """
@@ -198,7 +198,7 @@ class _Claims(torch.autograd.Function):
         scores, states = tensors[0], tensors[-count:]
         x, ctx.states, ctx.reads = states[0], count, scores.shape[-1]
         claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
-        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        # detach() is not a view to autograd, which forbids in-place writes to views among several results
         return (*claims, *tallies, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod
@@ -226,7 +226,7 @@ def _gradients_by_kernels(
     tallies: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of the scores of each state, and of the states."""
+    """Gradients of each state's scores, then of the states."""
     of_scores: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     of_states: list[Tensor] = []
     for first in range(0, len(states), BLOCK):
@@ -238,7 +238,7 @@ def _gradients_by_kernels(
 
 
 def _complete(tallies: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tallies, with one that makes the weight 0 for each read that has no gradient."""
+    """The tallies; a read without a gradient gets one that makes its weights 0."""
     known = [tally for tally in tallies if tally is not None]
     if len(known) == len(tallies):
         return known

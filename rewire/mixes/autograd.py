@@ -1,4 +1,4 @@
-"""When gradients are written by hand, and when they are left to autograd."""
+"""Decides when hand-written gradients are used, and when autograd."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from rewire.kernels.kernel import noting
 from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, is_followed, under_functorch
 
 _THREAD = threading.local()
-#: Elements up to which copies of tensors cost less than calls.
+#: Number of elements up to which copying tensors costs less than another call.
 _FEW = plain.WORTHWHILE // 8
 
 
 def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
-    """Whether mixes of that many tensors like ``x`` are plain torch operations, for others to differentiate or compile.
+    """Whether mixes of tensors like ``x`` are plain torch operations, which autograd or torch.compile can take.
 
     Args:
         x: a tensor.
-        sources: how many, on average if it is asked for several mixes.
-        static: whether their weights are the same for all tokens: then a CPU has operators for them, too.
+        sources: number of tensors in a mix; for several mixes, on average.
+        static: whether the weights are the same for all tokens: then a CPU has operators for them, too.
     """
     if torch.compiler.is_compiling():
         return not (switch.opaque(x) if static else switch.uses_kernels(x))
     return (
-        type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
+        type(x) not in (Tensor, nn.Parameter)  # tensor subclasses
         or not (x.is_cuda or x.is_cpu or noting())
         or x.is_complex()
-        or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))  # soon told, where a call counts
+        or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))  # first the cheap test
         or _transforms()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
 def by_product(x: Tensor) -> bool:
-    """Whether a sum of few tensors like ``x``, copied side by side, is one matrix product.
+    """Whether to compute a sum of few tensors like ``x`` by copying them into one, and one matrix product.
 
-    Of few elements, as in decoding, what each operation costs is its call. With gradients, copies would be kept.
+    For few elements, as in decoding, the cost of an operation is its call. With gradients, the copies would be kept.
     """
     if torch.is_grad_enabled() or not exact_products(x) or x.numel() > _FEW:
         return False
@@ -60,13 +60,13 @@ def exact_products(x: Tensor) -> bool:
 
 
 def under_transforms() -> bool:
-    """Whether functions of torch.func or forward-mode derivatives look on: they take no autograd functions of ours."""
+    """Whether transforms of torch.func or forward-mode AD are active, which our autograd functions do not support."""
     return not torch.compiler.is_compiling() and _transforms()
 
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """All mixes of this thread are plain torch operations, as under transforms."""
+    """A context in which all mixes of this thread are plain torch operations, as under transforms."""
     before, _THREAD.plainly = getattr(_THREAD, "plainly", False), True
     try:
         yield
@@ -79,9 +79,9 @@ def _transforms() -> bool:
 
 
 def by_torch(grad: Tensor | None) -> bool:
-    """Whether a backward pass that got this gradient is to consist of torch's operations.
+    """Whether a backward pass that got this gradient has to use plain torch operations.
 
-    It is itself differentiated (``create_graph=True``, forward-mode derivatives), or is several passes at once
+    This is so if it is itself differentiated (``create_graph=True``, forward-mode AD), or is a batch of several passes
     (``is_grads_batched=True``, ``torch.func.vmap``).
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -92,7 +92,7 @@ def by_torch(grad: Tensor | None) -> bool:
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
     """Gradients of ``function(*inputs)`` by torch's operations; None for inputs that need none.
 
-    Of each input by itself, even where one was computed from another.
+    The inputs are treated as independent, even if one was computed from another.
     """
     if not any(x.requires_grad for x in inputs):
         return [None] * len(inputs)
@@ -106,10 +106,10 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
 
 
 def passes(x: Tensor, result: Tensor) -> bool:
-    """Whether gradients of ``result``, which was made of ``x`` by a few operations, may reach ``x``.
+    """Whether gradients of ``result``, which a few operations made from ``x``, may reach ``x``.
 
-    They are followed by autograd's graph. Where somebody else looks after that (torch.compile, transforms) it only
-    counts whether there are any.
+    This searches autograd's graph. Under torch.compile and transforms, which have their own, it only checks whether
+    ``result`` requires gradients.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or result is x:
         return True

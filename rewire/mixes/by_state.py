@@ -1,4 +1,4 @@
-"""Weights of reads in the order in which gradients come: by the states that they weigh."""
+"""Weights of reads, ordered by state: the order in which their gradients come."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rewire.mixes.blocks import Blocks
 
 
 class ByState(NamedTuple):
-    """Weights by the states that they weigh, [k] or [k, D] each. A mix is one way of a read.
+    """Weights by state, [k] or [k, D] each. A mix is one way of a read.
 
     Attributes:
-        near: for each state, those of the mixes that do not read all of its block.
-        later: for each block of states, those of all mixes that do: of its first state, of its second, ..
-        spans: in groups, for each span, those of its mixes: of the first complete state, of the second, ..
-        joined: in groups, for each read, those of the state that it alone has; empty if it has none.
+        near: for each state, its weights in the mixes that do not read its whole block.
+        later: for each block of states, its weights in the mixes that do: of its first state, of its second, ..
+        spans: in groups, for each span, the weights in its mixes: of the first complete state, of the second, ..
+        joined: in groups, for each read, the weights of the incomplete state that only it reads, if any.
     """
 
     near: tuple[Tensor | None, ...] = ()
@@ -29,7 +29,7 @@ class ByState(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> ByState:
-        """From weights that come for each read in turn, for each of its ways, one for each of its states."""
+        """Reorder weights that are sorted by read, then by way, then by state."""
         first = first_mixes(ways)
         of_states = [first[blocks.first_mix(state)] for state in range(blocks.states)]
         read, state = _entries(flat, blocks, ways)
@@ -54,12 +54,12 @@ class ByState(NamedTuple):
 
 
 def first_mixes(ways: Sequence[int]) -> list[int]:
-    """The number of the first mix of each read in turn, and how many mixes there are."""
+    """The number of the first mix of each read, followed by the number of mixes."""
     return [0, *itertools.accumulate(ways)]
 
 
 def _entries(flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The read and the state of each weight. Made on the device, of no list: graphs cannot capture what is."""
+    """The read and the state of each weight; made on the device, as CUDA graphs cannot capture copies of lists."""
     runs: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     reads = 0
     for way, run in itertools.groupby(ways):
@@ -68,22 +68,21 @@ def _entries(flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> tuple[Tensor,
         reads += length
     of_mixes = torch.cat(runs)
     sizes, mixes = blocks.count(of_mixes), torch.arange(len(of_mixes), device=flat.device)
-    mix = torch.repeat_interleave(mixes, sizes, output_size=len(flat))  # known here: a GPU need not be waited for
+    mix = torch.repeat_interleave(mixes, sizes, output_size=len(flat))  # the known size saves a synchronisation
     return of_mixes[mix], torch.arange(len(flat), device=flat.device) - (sizes.cumsum(0) - sizes)[mix]
 
 
 def _sorted(flat: Tensor, key: Tensor) -> Tensor:
-    """Not by a mask, whose size a GPU would be waited for."""
+    """``flat`` sorted by ``key``; selecting by masks would synchronise with the GPU."""
     return flat.index_select(0, key.argsort(stable=True))
 
 
 def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """``x`` split along ``dim``.
+    """``x`` split along ``dim``; in a compiled region, into new tensors.
 
-    In a compiled region new tensors: where one opens the stream, its table goes on to the next, and AOTAutograd cannot
-    hand out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1"). Not by ``clone``:
-    Inductor leaves out one that it finds useless, but AOTAutograd still takes what backward keeps of it for memory that
-    may be written over: then steps write to the weights.
+    A region that begins a stream returns its table, and AOTAutograd cannot return several views of one split
+    ("split_with_sizes expects split_sizes to sum exactly to 1"). Not by ``clone``: Inductor drops clones that it finds
+    useless, but AOTAutograd still takes them for memory that may be overwritten, so that steps write to the weights.
     """
     if not torch.compiler.is_compiling():
         return x.split(counts, dim)

@@ -1,14 +1,14 @@
-"""States that all later sites mix, with the sums arranged so that each tensor is read as seldom as possible.
+"""States that all later sites mix, with backward passes that read each tensor as rarely as possible.
 
-A site adds up ``w_si x_i`` over all states so far. Left to autograd, each site would read its states again in
+A site adds up ``w_si x_i`` over all states so far. With plain autograd, each site would read its states again in
 backward, write a gradient for each of them, and add it to those of the other sites: five passes over memory for each
 pair of a site and a state. Here it is one.
 
-Think of the scaling ``w_si x_i`` as an operation of its own whose result is never stored: the *claim* of site s on
-state i. The gradient of a sum is that of each of its terms, so a claim gets the site's gradient g_s as it is: nothing
-is computed or copied. The scaling's own gradients, ``dx_i = sum_s w_si g_s`` and ``dw_si = <x_i, g_s>``, come in one
-pass once all later sites are done: the transposed mix. It is ordinary autograd throughout, and so works with
-checkpointing, ``retain_graph``, gradients of gradients, and whatever order forwards and backwards come in.
+Think of the scaling ``w_si x_i`` as a separate operation whose result is never stored: the *claim* of site s on state
+i. Each term of a sum has the gradient of the sum, so a claim gets the site's gradient g_s: nothing is computed or
+copied. The scaling's own gradients, ``dx_i = sum_s w_si g_s`` and ``dw_si = <x_i, g_s>``, come in one pass once all
+later sites are done: the transposed mix. All of this is ordinary autograd, and so works with checkpointing,
+``retain_graph``, gradients of gradients, and any order of forwards and backwards.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from rewire.mixes.history import Free, History, Row, Scores
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_apart
 
-#: How often a source counts where sums are held against `plain.WORTHWHILE`, if each has one weight: measured on a CPU,
-#: the compiled loop wins over torch from an eighth of the elements on.
+#: How often a source with one weight counts in comparisons with `plain.WORTHWHILE`: measured on a CPU, the compiled
+#: loop beats torch from an eighth of the elements on.
 _WORTH = 8
 
 
 class Table(Free):
-    """Weights of reads in turn, each of all states so far, in one way or several. A *mix* is one way of a read.
+    """Weights of successive reads, each of all states so far. A read has one or more *ways*; a *mix* is one of them.
 
-    With queries, ``relu(w . x_i)`` is added to the weight of state x_i, for each token (GRN-v3). All that these weights
-    depend on is known when the state is: it is projected once, for all reads to come.
+    With queries, ``relu(w . x_i)`` is added to the weight of state x_i, for each token (GRN-v3). As this depends only
+    on the state, it is projected once for all later reads.
 
     Args:
-        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        ways: of each read in turn; or how many reads there are, of one way each.
+        flat: b, float32 [K] or [K, D]: for each read, for each of its ways, one entry for each of its states.
+        ways: number of ways of each read; or an int, the number of reads with one way each.
         first, group: as in `Blocks`.
-        block: the same; by default what `best_block` says, and no blocks where there are no kernels, or several ways.
+        block: as in `Blocks`; by default `best_block`, and no blocks without kernels or with several ways.
         queries: w, float32 [S, D]: one row for each way of each read.
 
     Attributes:
         blocks: how the reads are arranged.
-        first: of each read, the number of its first mix; and how many mixes there are.
+        first: for each read, the number of its first mix; then the number of mixes.
         rows: for each read its weights, [ways, n] or [ways, n, D].
-        begun, rest: the same, flat and detached: those of the states before its block of reads, and of the others.
-        by_state: the same, with gradients, for the claims.
-        starts: with queries, of each state the first mix that reads it.
-        queries: of each state, w of the mixes that read it, [m, D]; none.
-        own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
-        worth: how often a source counts in the question whether its sums are worth gradients by hand.
+        begun, rest: the same, flat and detached: weights of the states before its block of reads, and of the others.
+        by_state: the weights by state, with gradients, for the claims.
+        starts: with queries, for each state the first mix that reads it.
+        queries: for each state, the queries of the mixes that read it, [m, D]; empty without queries.
+        own: in groups, for each read its own queries, [ways, D], for a state that only it reads.
+        worth: how often a source counts when deciding whether its sums are worth hand-written gradients.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Table(Free):
         self._ask(queries, ways)
 
     def __getitem__(self, t: int) -> Row:
-        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
+        """The weights of read t, whose states are ``x_0 .. x_{t-1}``, for `History.mix`."""
         return Row(self, t - self.blocks.first)
 
     def _ask(self, queries: Tensor | None, ways: Sequence[int]) -> None:
-        """Take queries, if there are any, by the states that they are asked of."""
+        """Set the queries, if there are any, ordered by state."""
         blocks = self.blocks
         if queries is not None:
             self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
@@ -102,7 +102,7 @@ class Table(Free):
 
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
-    """``x[start:]`` for each; their gradients are added up at once, or as torch.compile does."""
+    """``x[start:]`` for each start; their gradients are added up at once, or as torch.compile does it."""
     if under_transforms() or torch.compiler.is_compiling():
         return tuple([x[start:] for start in starts])
     found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
@@ -110,7 +110,7 @@ def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 class _Suffixes(torch.autograd.Function):
-    """Autograd would make as many tensors as large as ``x``, and add them one by one."""
+    """Adds up gradients in one tensor; autograd would make one as large as ``x`` for each suffix, and add these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -129,12 +129,12 @@ class _Suffixes(torch.autograd.Function):
 
 
 class Claimed(NamedTuple):
-    """Claims of mixes in turn, on one state or several.
+    """Claims of successive mixes, on one state or several.
 
     Attributes:
-        first: the number of the first of these mixes.
-        claims: of each mix one.
-        tallies: of each mix that attends another: see `attended`.
+        first: number of the first of these mixes.
+        claims: one for each mix.
+        tallies: one for each mix if the weights are a softmax: see `attended`.
     """
 
     first: int
@@ -143,31 +143,31 @@ class Claimed(NamedTuple):
 
 
 class ClaimedHistory(History):
-    """A history whose states gather their gradients: see above.
+    """A history whose states gather their gradients: see the module's docstring.
 
     In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
     once for several states: L^2 / 2 reads become about L^1.5.
 
-    In groups, the mixes of a group, or of a span of it, claim all complete states together, which are handed on to the
-    next ones: few gradients wait at a time, as few states are held.
+    In groups, the mixes of a group, or of a span of it, claim all complete states together, and these are passed on to
+    the next ones. So only few gradients and states are held at a time.
 
-    Where a state cannot be claimed, the history goes on as one that is left to autograd.
+    If a state cannot be claimed, the history goes on as one that is left to autograd.
 
     Attributes:
-        states: as of any history. Gradients of whatever else reads a state join the pass over the claims'.
-        values: the same without their history of gradients.
-        claims: of each state, or of several together.
-        scores: in groups, those of the present span.
-        waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
-            their gradients come together. In groups, of each state its scores for each span.
-        begun: of each mix of the present block what it begins with: all states before that block.
-        before: of a read inside a group, the history without the newest state.
+        states: as in any history; gradients of other uses of a state are added in the same pass as those of claims.
+        values: the states, detached.
+        claims: the claims on each state, or on several together.
+        scores: in groups, the scores for the present span.
+        waiting: the states of the present block for later blocks of mixes, each with its scores for these: their
+            gradients come together. In groups, the scores of each state for each span.
+        begun: for each mix of the present block, its sum over all states before that block.
+        before: for a read inside a group, the history without the newest state.
     """
 
     __slots__ = ("before", "begun", "claims", "values", "waiting")
 
     by_autograd: ClassVar[type[History]] = History
-    constant_scores: ClassVar[bool] = True  #: Whether reads take scores as constants, as claims get their gradients.
+    constant_scores: ClassVar[bool] = True  #: Whether reads detach scores, whose gradients the claims compute.
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class ClaimedHistory(History):
     def _places(self, number: int) -> list[int]:
         if self.table.blocks.group == 1:
             return super()._places(number)
-        # Scores are those of the span, as its claims are, which come first.
+        # Scores and the first claims are those of the span.
         joined, place = self.table.blocks.joined(number), self.table.first[number] - self.claims[0].first
         return [place] * (len(self.states) - joined) + [0] * joined
 
@@ -227,14 +227,14 @@ class ClaimedHistory(History):
         return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
 
     def _next(self, x: Tensor) -> Self:
-        """The history with a state whose near mixes claim it by itself, and later ones with its block."""
+        """The history with a further state, which near mixes claim by itself, and later ones with its block."""
         table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
         read, waiting = blocks.first_mix(number), self.waiting
         first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
         scores, near, later, x = self._scored_apart(number, end - first, x)
         again = x
         if end > first:
-            # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
+            # Twice, so that gradients from later blocks are added here, rather than earlier to those of other uses.
             claimed, (x, again) = self._claim(first, 2, table.by_state.near[number], near, (x,))
             claims = (*claims, claimed)
         if stop > end:
@@ -247,7 +247,7 @@ class ClaimedHistory(History):
         return self._with(x, scores, claims, waiting)
 
     def _next_group(self, x: Tensor) -> Self:
-        """The history with a further state, whose reads come until there is another."""
+        """The history with a further state, which all reads of the next group have."""
         table, number = self.table, len(self.states)
         blocks = table.blocks
         scores, x = self._scored(number, x)
@@ -258,7 +258,7 @@ class ClaimedHistory(History):
         return history._next_span(blocks.first_mix(number))
 
     def _next_span(self, number: int) -> Self:
-        """The history, of which the mixes of the span of read ``number`` have claims."""
+        """The history with claims of the mixes in the span of read ``number``."""
         table, blocks = self.table, self.table.blocks
         span, of_group = blocks.span_of(number), blocks.spans_of_group
         own = tuple([of[span - state * of_group] for state, of in enumerate(self.waiting)])
@@ -280,16 +280,16 @@ class ClaimedHistory(History):
         return history
 
     def _left_to_autograd(self, x: Tensor) -> bool:
-        """Whether mixes of a further state x are."""
+        """Whether mixes with a further state x are left to autograd."""
         another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
-        static = not self._asks  # weights per token are fused with what makes them
+        static = not self._asks  # weights per token are fused with their computation
         return another_shape or left_to_autograd(x, self.table.blocks.sources * self.table.worth, static)
 
     def _none(self) -> History:
         return self.by_autograd(self.table)
 
     def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
-        """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
+        """`_scored`, also with the scores of the first ``near`` queries and of the others: see `read_off_apart`."""
         if not self._asks:
             return None, (), (), x
         queries = self.table.queries[number].T
@@ -299,17 +299,17 @@ class ClaimedHistory(History):
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Claimed, tuple[Tensor, ...]]:
-        """Claims of the mixes from ``first`` on; and the states, ``through`` times each."""
+        """Claims of the mixes from ``first`` on, and the states, each ``through`` times."""
         found = Claims.apply(through, len(states), weights, *scores, *states)
         mixes = len(found) - through * len(states)
         return Claimed(first, tuple(found[:mixes])), tuple(found[mixes:])
 
     def _claims_of(self, mix: int) -> list[Claimed]:
-        """Those that have one of this mix."""
+        """The entries of ``claims`` that have one of this mix."""
         return [of for of in self.claims if 0 <= mix - of.first < len(of.claims)]
 
     def _with(self, x: Tensor, scores: Tensor | None, claims: tuple[Claimed, ...], waiting: tuple[Any, ...]) -> Self:
-        """The history with one state more."""
+        """The history with one more state."""
         known = self.scores if scores is None else (*self.scores, self._kept(scores))
         values = (*self.values, x.detach())
         return type(self)(self.table, (*self.states, x), values, claims, known, waiting, self.begun)
@@ -318,7 +318,7 @@ class ClaimedHistory(History):
         return scores.detach() if self.constant_scores else scores
 
     def _begin(self, begin: bool) -> Self:
-        """The history; with the sums of the mixes of the block that comes next, if one does now."""
+        """The history, with the begun sums of the next block of mixes if that starts now."""
         mixes = self.table.blocks.beginning(len(self.states))
         if begin and mixes and switch.uses_kernels(self.states[0]):
             with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
@@ -326,7 +326,7 @@ class ClaimedHistory(History):
         return self
 
     def _sums(self, reads: range) -> dict[int, Any]:
-        """What each of these reads, of one way, begins with: all states so far."""
+        """For each of these reads, of one way, its sum over all states so far."""
         rows = torch.stack(self.table.begun[reads.start : reads.stop])
         of_states = zip(self.scores, self._places(reads.start), strict=True) if self.scores else ()
         scores = [s.narrow(-1, k, len(reads)) for s, k in of_states]

@@ -1,4 +1,4 @@
-"""Claims: what autograd sees in place of a mix's scalings of states. See `claimed` for what they are."""
+"""Claims: tensors that stand for a mix's scalings of states in autograd's graph. `claimed` explains them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rewire.mixes.blocks import BLOCK
 
 
 class Claims(torch.autograd.Function):
-    """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
+    """Claims of N later mixes on M states: N tensors with arbitrary values, whose gradients are those of the mixes.
 
-    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are the states, [..., D], after weights per token, [..., N]
-    of each state, if there are any. Further results are the states themselves, each ``through`` times (once, if M > 1),
-    and their gradients join.
+    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are each state's weights per token, [..., N], if there are
+    any, and then the states, [..., D]. The states themselves are returned, too, each ``through`` times (once if M > 1),
+    and their gradients are added in the same pass.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        # Not by name: without gradients, Dynamo leaves out ctx where a call has as many arguments as there are names.
+        # One *given: without gradients, Dynamo omits ctx if a call has as many arguments as forward has parameters.
         through, count, weights, *tensors = given
         ctx.save_for_backward(weights, *tensors)
         ctx.set_materialize_grads(False)
         ctx.states, ctx.mixes = count, weights.shape[0] // count
         states = tensors[-count:]
         claims = stand_ins(states[0], states[0].shape, ctx.mixes)
-        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        # detach() is not a view to autograd, which forbids in-place writes to views among several results
         return (*claims, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod
@@ -52,9 +52,9 @@ class Claims(torch.autograd.Function):
 
 
 class Claiming(torch.autograd.Function):
-    """Several mixes of states in one pass, all of whose gradients are those of their claims.
+    """Several mixes of states in one pass; their gradients go only to their claims.
 
-    Claims are those of the first mix, of the second, .., n each.
+    The claims are ordered by mix, n of each.
     """
 
     @staticmethod
@@ -77,14 +77,14 @@ class Claiming(torch.autograd.Function):
 
 
 def unclaimed(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The gradients of states of which no mix has one: what came other ways."""
+    """The gradients of states if no mix has one: those of other uses."""
     if len(states) == 1:
         return [added_up(carried)]
     return carried or [None] * len(states)
 
 
 def joining(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[Tensor]:
-    """What came other ways, as `gathered` adds it: any number for a single state, else one for each state or none."""
+    """Gradients of other uses, for `gathered`: any number for a single state, else one for each state, or none."""
     added = [grad for grad in carried if grad is not None]
     if len(states) == 1 or not added:
         return added
@@ -92,33 +92,33 @@ def joining(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[
 
 
 def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
-    """Tensors of that shape without memory: one element, in the dtype of ``like``."""
+    """Expanded tensors of that shape, with one element of memory, in the dtype of ``like``."""
     return like.new_empty_strided((count, *shape), [0] * (1 + len(shape))).unbind()
 
 
 def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `claimed`).
+    """A claim on streams, for a read [..., 1, D] of that shape: two tensors with arbitrary values (see `claimed`).
 
-    The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
-    with: products of the two are part of the gradient of x.
+    In backward the first gets the read's gradient, and the second the read's factors, [..., n, 1]: their product is
+    part of the gradient of x.
     """
     factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
     return *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
 
 
 def by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
-    """What a read of streams x, if there was one, sends back to them."""
+    """The gradient of a read of streams x, if there was one."""
     return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
 
 
 def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients, zeros for those that there are not; none if there are none at all."""
+    """Gradients, with zeros for those that are None; empty if all are None."""
     like = next((grad for grad in grads if grad is not None), None)
     return [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in grads]
 
 
 def added_up(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of those that there are, if any."""
+    """The sum of the tensors that are not None, if any."""
     known = [x for x in tensors if x is not None]
     return functools.reduce(torch.add, known) if known else None
 
@@ -130,17 +130,17 @@ def gathered(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor]]:
-    """What N mixes send back to M states that they read: ``dx_m = sum_n (w_mn + s_mn) g_n + sum_j a_j``.
+    """Gradients of M states that N mixes read: ``dx_m = sum_n (w_mn + s_mn) g_n + sum_j a_j``.
 
     Args:
         grads: g_n, N of [..., D].
         states: x_m, M of [..., D].
         weights: w, float32 [M, N] or [M, N, D].
-        scores: s, weights per token, of each state [..., N]; or none.
-        added: a_j [..., D], gradients that came other ways: any number for a single state; else one for each, or none.
+        scores: s, each state's weights per token, [..., N]; or none.
+        added: a_j [..., D], gradients of other uses: any number for a single state; else one for each, or none.
 
     Returns:
-        The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
+        The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, if these are given.
     """
     if by_torch(grads[0]):
         return _differentiable(grads, states, weights, scores, added)
@@ -160,7 +160,7 @@ def _by_kernels(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """`gathered`, of some states at a time: of fewer where weights per channel take registers, too."""
+    """`gathered` by kernels, for some states at a time: for fewer with weights per channel, which take registers."""
     most = BLOCK if weights is not None and weights.dim() == 3 else MAX_OUTPUTS
     dx: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     of_weights: list[Tensor] = []
@@ -185,7 +185,7 @@ def _differentiable(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """`gathered`, by operations that autograd knows."""
+    """`gathered` by differentiable operations."""
     precise = torch.promote_types(states[0].dtype, torch.float32)
     given, dx, products = [g.to(precise) for g in grads], list[Tensor](), list[list[Tensor]]()
     for m, x in enumerate(states):

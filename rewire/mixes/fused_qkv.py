@@ -21,8 +21,8 @@ class Fused:
     key-value head.
 
     Attributes:
-        groups: how often the three follow each other.
-        sizes: features of q, k and v in one group; 0 for what another projection makes.
+        groups: number of groups.
+        sizes: numbers of features of q, k and v in one group; 0 for those that another projection makes.
 
     Example:
         >>> rewire.Fused(groups=8, sizes=(64, 64, 64)).rows  # 8 heads, each with its q, k and v
@@ -34,7 +34,7 @@ class Fused:
 
     @property
     def rows(self) -> int:
-        """Features of the whole output."""
+        """Number of features of the whole output."""
         return self.groups * sum(self.sizes)
 
 
@@ -46,16 +46,16 @@ def project_fused(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """What ``projection`` returns, with the features of queries, keys and values computed from different inputs.
+    """The output of ``projection``, with the features of queries, keys and values computed from different inputs.
 
-    The weight is sliced, not copied. A projection that is no plain linear map (wrapped by an adapter, quantised,
-    hooked) is called as it is on each of the three, and the features that are needed are taken.
+    The weight is sliced, not copied. A projection that is not a plain linear map (wrapped by an adapter, quantised,
+    hooked) is called on each of the three inputs, and the features of that input are taken.
 
     Args:
         projection: maps [..., D] to [..., groups * sum(sizes)].
         groups: see `Fused`.
         sizes: see `Fused`.
-        q, k, v: [..., D], what the queries, keys and values are projected from.
+        q, k, v: [..., D], the inputs from which queries, keys and values are projected.
 
     Returns:
         [..., groups * sum(sizes)], laid out as the projection's own output.
@@ -71,7 +71,7 @@ def project_fused(
 def fused_linear(
     weight: Tensor, bias: Tensor | None, groups: int, sizes: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """`project_fused` for a linear map of this weight [groups * sum(sizes), D] and bias [groups * sum(sizes)]."""
+    """`project_fused` for a linear map with this weight [groups * sum(sizes), D] and bias [groups * sum(sizes)]."""
     weights = weight.unflatten(0, (groups, -1)).split(sizes, 1)  # each [groups, size, D]
     biases = (None,) * 3 if bias is None else bias.unflatten(0, (groups, -1)).split(sizes, 1)
     features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True) if w.shape[1]]

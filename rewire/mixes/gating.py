@@ -1,4 +1,4 @@
-"""Gates of hyper-connections: what is read off the streams, and what kernels make of it (`projection`, `gates`)."""
+"""Gates of hyper-connections: projections of the streams, and the gates that kernels compute from these."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autog
 from rewire.mixes.streams import Claim, Projected, of_tokens, read_off_streams
 from rewire.mixes.tokens import by_kernels, outside_autocast
 
-#: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
+#: Most streams, and iterations of Sinkhorn-Knopp, for which some tokens fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
 
 
 class Gating(NamedTuple):
-    """Which gates are made of values ``b + a s`` (static, scale, product of a token).
+    """Which gates to compute from values ``b + a s`` (b static, a scale, s a token's product).
 
     Attributes:
         streams: n.
-        iterations: of Sinkhorn-Knopp: gates are those of `ManifoldHyperConnections`. 0: those of
+        iterations: of Sinkhorn-Knopp, for the gates of `ManifoldHyperConnections`; 0: the gates of
             `DynamicHyperConnections`, with ``tanh(s)`` for s.
-        eps, magnitude: options of the former.
+        eps, magnitude: options of `ManifoldHyperConnections`.
     """
 
     streams: int
@@ -45,15 +45,15 @@ def read_off_gates(
     eps: float | None,
     known: Projected | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Claim | None]:
-    """What a unit reads, [..., n, 1], and writes, [..., n + 1, n], the streams with.
+    """The gates with which a unit reads, [..., n, 1], and writes, [..., n + 1, n], the streams.
 
     Args:
-        gating: which gates; None: such as kernels do not make.
-        formula: the same by operations of torch, of what is read off, static and scale.
+        gating: which gates; None: gates that kernels do not compute.
+        formula: the same in torch operations, as a function of the scores, static and scale.
         streams, weight, eps: as in `streams.read_off_streams`.
         static: [..., K], without the dimensions of tokens.
         scale: [K].
-        known: what `streams.write_and_project` returned with the streams, which it has read off with this weight.
+        known: the projection by this weight, if `streams.write_and_project` returned it with the streams.
 
     Returns:
         The gates; the streams and a claim on them, as `streams.read_off_streams` returns them.
@@ -85,7 +85,7 @@ def _gates(
 
 
 class _Gates(torch.autograd.Function):
-    """Keeps for backward what gates are made of."""
+    """The gates by kernels; keeps only their inputs for backward."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ class _Gates(torch.autograd.Function):
 
 
 def _both(of_read: Tensor | None, of_write: Tensor | None, products: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
-    """Gradients of the gates, zeros for those that there are not."""
+    """Gradients of both gates, with zeros for one that is None."""
     lead, n = products.shape[: -1 if gating.iterations else -2], gating.streams
     of_read = products.new_zeros((*lead, n, 1)) if of_read is None else of_read
     return of_read, products.new_zeros((*lead, n + 1, n)) if of_write is None else of_write

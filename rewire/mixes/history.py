@@ -1,4 +1,4 @@
-"""States that later reads mix, as autograd has it: what `claimed` does with less traffic."""
+"""States that later reads mix, with gradients by autograd; `claimed` does the same with less memory traffic."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import read_off
 
-Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
+Scores = tuple[Tensor, ...]  #: a state's scores, [..., K]; or empty
 _EPS = 1e-6  # of the norm of `History.project`
 
 
 class Row(NamedTuple):
-    """The weights of one read, as a table has them.
+    """The weights of one read, as a row of a table.
 
     Attributes:
         table: the table.
-        number: of the read in it, from 0.
+        number: number of the read, from 0.
     """
 
     table: Free
@@ -30,10 +30,10 @@ class Row(NamedTuple):
 
 
 class Free:
-    """The table of a history whose weights are not known before it is read with them.
+    """The table of a history whose weights are only given when it is read.
 
     Args:
-        group: reads until there is another state.
+        group: number of reads until there is another state.
     """
 
     queries: tuple[Tensor, ...] = ()
@@ -58,24 +58,24 @@ class Free:
 class History:
     """The states of a trunk so far.
 
-    In groups, a state is complete after several reads. Those before that have it as far as it has come.
+    In groups, a state is complete after several reads; reads before that see the sum so far.
 
-    Each read has a history of its own, which `read` makes. What it mixes with weights that no table knew, or projects,
-    is replaced there by tensors of the same values: gradients of later reads come to these, and join its own.
+    Each read has its own history, made by `read`. States that it projects, or mixes with weights from outside a table,
+    are replaced in it by tensors with the same values, so that gradients of later reads are added in the same pass.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
     Attributes:
         table: the weights with which states are mixed.
-        states: x_0, x_1, ..., each [..., D]. Whatever else reads a state takes it from here.
-        scores: where weights are made of them, of each state those of the mixes that read it, [..., m].
-        joined: whether the newest state is inside a group, so that no other read has it.
+        states: x_0, x_1, ..., each [..., D]. Everything else that reads a state takes it from here.
+        scores: if weights depend on scores, each state's scores for the mixes that read it, [..., m].
+        joined: whether the newest state is incomplete, inside a group, so that no other read has it.
     """
 
     __slots__ = ("joined", "scores", "states", "table")
 
-    norm_eps: ClassVar[float | None] = None  #: Of a norm before states are projected.
-    clamped: ClassVar[bool] = True  #: Whether scores below 0 are 0.
+    norm_eps: ClassVar[float | None] = None  #: Epsilon of the norm before projections; None: no norm.
+    clamped: ClassVar[bool] = True  #: Whether negative scores are set to 0.
 
     def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: Scores = ()) -> None:
         self.table, self.states, self.scores, self.joined = table, states, scores, False
@@ -83,22 +83,22 @@ class History:
     # -- reads ---------------------------------------------------------------------------------------------------------
 
     def read(self, t: int, x: Tensor) -> History:
-        """The history as read t has it: with ``x``, the newest state.
+        """The history for read t, with the newest state ``x``.
 
-        To be called where the state is read, not where it is made: the claims' backward needs the state, and under
-        activation checkpointing would have the block that made it recomputed before its turn.
+        Call it where the state is read, not where it is made: the claims' backward needs the state, and under
+        activation checkpointing would recompute the block that made it before its turn.
         """
         number = t - self.table.blocks.first
         return self._joined(number, x) if self.table.blocks.joined(number) else self.push(x)
 
     @property
     def kept(self) -> History:
-        """What goes on to the next read: without a newest state inside a group."""
+        """The history for the next read: without an incomplete newest state."""
         return type(self)(self.table, self.states[:-1], self.scores[:-1]) if self.joined else self
 
     @property
     def newest(self) -> Tensor:
-        """The newest state. May be set to a tensor of the same value, to which gradients of later reads are to come."""
+        """The newest state; may be set to a tensor of the same value that is to get the gradients of later reads."""
         return self.states[-1]
 
     @newest.setter
@@ -106,20 +106,20 @@ class History:
         self.states = (*self.states[:-1], x)
 
     def project(self, weight: Tensor) -> Tensor:
-        """``weight . rmsnorm(newest)`` for each token, [..., n] for a weight [n, D]: in float32 at least."""
+        """``weight . rmsnorm(newest)`` for each token, [..., n] for a weight [n, D], in float32 or better."""
         scores, self.newest = read_off(self.newest, weight.T, _EPS)
         return scores
 
     def mix(
         self, weights: Row | Tensor | None, per_token: Tensor | None = None, added: Sequence[Tensor] = ()
     ) -> Tensor | Mix:
-        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``: perhaps to be computed when it is needed.
+        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``; perhaps as a `Mix`, computed when it is needed.
 
         Args:
-            weights: w, float32, one for each state [n], or one for each channel of it [n, D]; or those that a table has
-                for this read, ``table[t]``.
-            per_token: s, [..., n]; summed in float32 at least.
-            added: tensors that are added with weight 1, like the branches.
+            weights: w, float32, one for each state [n], or for each of its channels [n, D]; or a row of the table for
+                this read, ``table[t]``.
+            per_token: s, [..., n]; summed in float32 or better.
+            added: tensors that are added with weight 1, such as branch outputs.
 
         Raises:
             ValueError: there are not as many weights as states.
@@ -155,7 +155,7 @@ class History:
         return found
 
     def _of_table(self, row: Row) -> Sequence[Tensor | Mix]:
-        """The ways of a read with the weights that the table has for it."""
+        """The mixes of a read, with its weights in the table."""
         if row.table is not self.table:
             raise ValueError(
                 "the history began without these weights: `weights` of a rewire.Dense has to return the table itself."
@@ -178,7 +178,7 @@ class History:
         return tuple([s.narrow(-1, k, ways) for s, k in zip(self.scores, self._places(number), strict=True)])
 
     def _places(self, number: int) -> list[int]:
-        """Where the scores of a read begin among those of each of its states."""
+        """The places of a read's first scores among the scores of each of its states."""
         first, joined = self.table.first[number], self.table.blocks.joined(number)
         places = [first - start for start in self.table.starts[: len(self.states) - joined]]
         return [*places, 0] if joined else places
@@ -186,29 +186,29 @@ class History:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def after(self, states: Sequence[Tensor]) -> History:
-        """The history after further ``states``, of which earlier mixes were made elsewhere."""
+        """The history after further ``states``, whose mixes so far were computed elsewhere."""
         history: History = self
         for number, x in enumerate(states):
             history = history.push(x, begin=number >= len(states) - self.table.blocks.block)
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> History:
-        """The history with a further state, all of it.
+        """The history with a further, complete state.
 
         Args:
             x: the state.
-            begin: of `claimed` histories, whether the mixes of a block that comes next will be made of this one.
+            begin: for `claimed` histories, whether to begin the sums of a block of mixes that comes next.
         """
         return self._more(*self._scored(len(self.states), x))
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
-        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
+        """The history with reshaped states; from here on their gradients are left to autograd."""
         history = self._without_claims(map(view, self.states))
         history.joined = self.joined
         return history
 
     def _joined(self, number: int, x: Tensor) -> History:
-        """The history with one state more, which read ``number`` alone has, inside a group."""
+        """The history with an incomplete state, which only read ``number`` has, inside a group."""
         history = self._more(*self._scored(number, x, alone=True))
         history.joined = True
         return history
@@ -217,19 +217,19 @@ class History:
         return type(self)(self.table, (*self.states, x), self.scores if scores is None else (*self.scores, scores))
 
     def _without_claims(self, states: Iterable[Tensor]) -> History:
-        """The history of these states, whose mixes are left to autograd."""
+        """A history of these states whose mixes are left to autograd."""
         history = self._none()
         for x in states:
             history = history.push(x)
         return history
 
     def _none(self) -> History:
-        """The same without states, and without claims."""
+        """An empty history with the same table, without claims."""
         return type(self)(self.table)
 
     def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
-        """The scores of state ``number``, or of the one that read ``number`` alone has, if weights are made of scores;
-        and x, as later readers are to take it.
+        """The scores of state ``number``, or with ``alone`` of the one that only read ``number`` has, if weights depend
+        on scores; and x, for later reads.
         """
         if not self._asks:
             return None, x
@@ -238,10 +238,10 @@ class History:
 
     @property
     def _asks(self) -> bool:
-        """Whether weights are made of scores."""
+        """Whether weights depend on scores."""
         return len(self.table.queries) > 0
 
 
 def _precise(scores: Tensor) -> Tensor:
-    """In float32 at least, as sums take them: what was computed under autocast is not."""
+    """Scores in float32 or better, as sums take them: under autocast they may be in lower precision."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""The weighted sum of states that topologies are made of.
+"""The weighted sum of states from which topologies are built.
 
-One operation, three lowerings: generated Triton kernels (`operators`), sums and gradients written by hand for CPUs
-(`plain`), and plain torch left to autograd, which torch.compile fuses on a CPU.
+It has three lowerings: generated Triton kernels (`operators`), hand-written sums and gradients for CPUs (`plain`), and
+plain torch with autograd, which torch.compile fuses on a CPU.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def mix(
 ) -> Tensor:
     """``sum_i (w_i + s_i) x_i + sum_k f_k``, accumulated in float32 (float64 for float64) and rounded once.
 
-    The forward holds one accumulator and no weighted copy of a source; backward needs only the sources
-    themselves, which the topology keeps anyway.
+    The forward holds one accumulator and no weighted copy of a source; backward needs only the sources, which the
+    topology keeps anyway.
 
     Args:
         sources: tensors x_i of one shape [..., D], any floating dtype; at least one.
-        weights: one float32 tensor per source, a scalar [] or one per channel [D], or a number (a constant, for
-            which backward needs no source); or all in one tensor [N] or [N, D]. None: zero, the scores are all there
-            is.
+        weights: one float32 tensor per source, a scalar [] or one per channel [D], or a number (a constant, for which
+            backward does not need the source); or all in one tensor [N] or [N, D]. None: only scores count.
         added: tensors f_k that broadcast to the sources' shape, added with weight one (branch outputs).
         scores: weights per token, one float32 tensor [..., 1] per source.
 
@@ -46,7 +45,7 @@ def mix(
         [..., D] in the dtype that plain adds of sources and added would have.
 
     Raises:
-        ValueError: the numbers of sources and weights differ, or there are none.
+        ValueError: the numbers of sources and weights differ, or are 0.
     """
     return pending_mix(sources, weights, added, scores).value()
 
@@ -57,7 +56,7 @@ def pending_mix(
     added: Sequence[Tensor] = (),
     scores: Sequence[Tensor] | None = None,
 ) -> Mix:
-    """`mix`, to be computed later: topologies return it where a norm may follow, which then joins the same kernel."""
+    """`mix`, to be computed later: topologies return it where a norm may follow, so that one kernel computes both."""
     factors, scores = () if weights is None else weights, scores or ()
     if not sources or any(len(given) not in (0, len(sources)) for given in (factors, scores)):
         raise ValueError(
@@ -69,18 +68,18 @@ def pending_mix(
     return Mix(tuple(sources), weights, tuple(scores), tuple(added))
 
 
-@dataclasses.dataclass(eq=False, slots=True)  # not frozen: three times as fast to make
+@dataclasses.dataclass(eq=False, slots=True)  # not frozen: this makes __init__ three times as fast
 class Mix:
     """A weighted sum that has not been computed yet.
 
     Attributes:
         sources, weights, scores, added: as in `mix`.
-        claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
+        claims: tensors with arbitrary values that get the sum's gradient, in place of sources and weights: see
             `claimed`.
         accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
-        attended: with claims, what the sum is, if its scores are a softmax.
-        tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.
-        again: of a sum of ``added`` alone, whether backward makes it again, as these are kept anyway.
+        attended: with claims, data of the softmax if the weights are one.
+        tallies: with ``attended``, tensors [3, ...] with arbitrary values whose gradients are the tallies.
+        again: for a sum of only ``added``, whether backward recomputes it, as these are kept anyway.
     """
 
     sources: tuple[Tensor, ...] = ()
@@ -113,7 +112,7 @@ class Mix:
     def normed(
         self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused, else by ``alone``."""
+        """The sum, and the output of the norm ``module`` for it: in one kernel if possible, else by ``alone``."""
         norm = fused(module, self._like)
         if norm is None or self._left_to_autograd():
             total = self.value()
@@ -128,7 +127,7 @@ class Mix:
         added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
-        assert self.weights is None or isinstance(self.weights, Tensor)  # numbers are left to autograd
+        assert self.weights is None or isinstance(self.weights, Tensor)  # sums with numbers are left to autograd
         if len(self.claims) > 0:
             given = _Terms((), (), self.scores, added, self.claims, scale, self.tallies)
             fixed = _Fixed(kind, self.sources, self.weights, self.accumulator, self.attended)
@@ -141,11 +140,11 @@ class Mix:
 
     @property
     def _like(self) -> Tensor:
-        return (self.claims or self.sources or self.added)[0]  # not what a sum begins with: that is float32
+        return (self.claims or self.sources or self.added)[0]  # not the accumulator: that is float32
 
     def _left_to_autograd(self) -> bool:
-        """Whether the lowerings with gradients of their own do not know the sum, or it is not worth them."""
-        if len(self.claims) > 0:  # the history has decided; Dynamo does not follow the truth of a tuple here
+        """Whether the lowerings with hand-written gradients do not support the sum, or do not pay for it."""
+        if len(self.claims) > 0:  # the history has decided (len: Dynamo cannot trace a tuple's truth value here)
             return False
         return (
             left_to_autograd(self._like, len(self.sources))
@@ -156,18 +155,18 @@ class Mix:
 
 
 def fused(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
-    """The norm that ``module`` is, if the kernel that makes a sum like ``x`` may compute it, too."""
+    """The norm ``module`` for kernels, if the kernel that computes a sum like ``x`` can compute it, too."""
     return norm_of(module, x) if switch.uses_kernels(x) and operators.fits_norm(x) else None
 
 
 class Attended(NamedTuple):
-    """What a `Mix` of states whose weights are a softmax has to know for its tallies: see `attended`.
+    """Data for the tallies of a `Mix` whose weights are a softmax: see `attended`.
 
     Attributes:
         statistics: m_t and d_t, [2, ...].
-        states: x_i, without their history of gradients.
-        scores: of each state those of all of its reads, n of [..., m], with theirs.
-        columns: where s_ti is among them.
+        states: x_i, detached.
+        scores: each state's scores for all of its reads, n of [..., m], with their autograd graph.
+        columns: index of s_ti among the scores of each state.
         scaled: whether the weights of n states add up to n, not to 1.
     """
 
@@ -178,7 +177,7 @@ class Attended(NamedTuple):
     scaled: bool
 
     def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
-        """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
+        """``(m_t, d_t, e_t)``, [3, ...], from the read's gradient and value, [..., D]."""
         count = len(self.states) if self.scaled else 1
         if by_torch(grad):  # d_t depends on the scores
             statistics = self._softmax()[1]
@@ -188,7 +187,7 @@ class Attended(NamedTuple):
         return torch.cat([statistics, mean.unsqueeze(0)])
 
     def again(self) -> tuple[Tensor, Tensor]:
-        """The read's value and its statistics, where the value was written to after it was read."""
+        """Recompute the read's value and its statistics, if the value was written to after the read."""
         shares, statistics = self._softmax()
         return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
 
@@ -200,7 +199,7 @@ class Attended(NamedTuple):
 def softmax(scores: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
     """Weights of n states, [n, ...], from their scores [n, ...]; and m_t and d_t, [2, ...].
 
-    Where all scores are equal, weights that add up to n are exactly 1.
+    If all scores are equal, weights that add up to n are exactly 1.
     """
     largest = scores.detach().amax(0)
     numerators = (scores - largest).exp()
@@ -215,7 +214,7 @@ def _by_autograd(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> Tensor:
-    """The sum in plain torch."""
+    """The sum in plain torch operations."""
     dtype = _plain_dtype(*sources, *added)
     factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
@@ -240,7 +239,7 @@ def _by_autograd(
 def _product(
     sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], added: Sequence[Tensor]
 ) -> Tensor | None:
-    """The sum as one matrix product and plain adds, if it is of few elements; and as exact so."""
+    """The sum as one matrix product and plain adds, if it has few elements and this is as exact."""
     x = sources[0]
     if not by_product(x):
         return None
@@ -266,7 +265,7 @@ def _product(
 
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype that a plain add would have."""
+    """The dtype of a plain add of these tensors."""
     dtypes = {x.dtype for x in tensors}
     return dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
 
@@ -282,12 +281,12 @@ def _dimensional(weight: Tensor) -> Tensor:
 
 
 class _Terms(NamedTuple):
-    """The tensors that `_Sum` has gradients for, in the order in which it takes them: `_in_turn` takes them apart.
+    """The arguments of `_Sum` that have gradients, in their order; `_in_turn` splits them again.
 
     Attributes:
         sources, scores, added, claims, tallies: as in `Mix`.
         weights: all in one tensor, or none.
-        norm: its weight, and its bias if there is one.
+        norm: the norm's weight, and its bias if it has one.
     """
 
     sources: Sequence[Tensor]
@@ -300,12 +299,12 @@ class _Terms(NamedTuple):
 
 
 class _Fixed(NamedTuple):
-    """What `_Sum` gets no gradient for: fewer tensors for autograd to look at.
+    """The arguments of `_Sum` without gradients, in one object: autograd has fewer tensors to check.
 
     Attributes:
-        norm: which, and its eps.
-        sources, weights, accumulator, attended: of a mix with claims, as in `Mix`.
-        again: as there.
+        norm: kind and eps of the norm.
+        sources, weights, accumulator, attended: as in a `Mix` with claims.
+        again: as in `Mix`.
     """
 
     norm: tuple[NormKind, float] | None
@@ -317,9 +316,9 @@ class _Fixed(NamedTuple):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of a `Mix`, and its norm, with gradients written by hand.
+    """The sum of a `Mix`, and its norm, with hand-written gradients.
 
-    What is saved is the sources, and with a norm the sum and one number per row.
+    It saves the sources, and with a norm also the sum and one number per row.
     """
 
     @staticmethod
@@ -330,7 +329,7 @@ class _Sum(torch.autograd.Function):
         ctx.counts, ctx.norm = counts, norm
         statistics = () if ctx.attended is None else (ctx.attended.statistics,)
         sources, weight = constants or sources, weights[0] if weights else weight
-        dtype = _plain_dtype(*(claims or sources), *added)  # what a sum begins with is float32
+        dtype = _plain_dtype(*(claims or sources), *added)  # not of the accumulator: that is float32
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
         ctx.weighted = True in ctx.needs_input_grad[2 : 2 + sum(counts[:3])]
@@ -388,7 +387,7 @@ class _Sum(torch.autograd.Function):
 
 @torch.no_grad()
 def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None, *scores: Tensor) -> tuple[Tensor]:
-    """The sum of a `_Sum` that adds nothing else."""
+    """The sum of a `_Sum` without ``added`` terms, for its recipe."""
     if switch.opaque(sources[0]):
         return (operators.mix(sources, weight, scores, (), None, dtype),)
     return (plain.combine(sources, weight, (), scores),)
@@ -396,23 +395,23 @@ def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None,
 
 @torch.no_grad()
 def _added(terms: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor]:
-    """The sum of terms without weights; with ``dtype``, as kernels make it."""
+    """The sum of terms without weights; with ``dtype``, as kernels compute it."""
     return (functools.reduce(torch.add, terms) if dtype is None else operators.mix((), None, (), terms, None, dtype),)
 
 
 def _saved(ctx: Any, grad: Tensor | None) -> Any:
-    """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
+    """The saved tensors of `_Sum`. To be called once: a checkpoint unpacks each tensor only once."""
     only_values = not (by_torch(grad) or torch.compiler.is_compiling())
     if ctx.attended is None or ctx.norm is not None or not only_values:
         return ctx.saved_tensors
     try:
         return ctx.saved_tensors
-    except RuntimeError:  # of all sums only this one saves its value, which may be written to after it was read
+    except RuntimeError:  # only this sum saves its value, which may be written to after the read
         return ctx.attended.again()
 
 
 def _by_score(found: Sequence[Tensor], scores: int) -> list[Tensor]:
-    """Gradients as operators return them, those of the scores in one tensor, as one for each score."""
+    """Gradients with one tensor for each score, from those of operators, which have all scores in one."""
     return [*found[:-1], *found[-1].split(1, -1)] if scores else list(found)
 
 
@@ -425,7 +424,7 @@ def _differentiable(
     scores: Sequence[Tensor],
     rest: Sequence[Tensor],
 ) -> tuple[Tensor | None, list[Any], list[Any]]:
-    """Gradients of `_Sum` by operations that autograd knows: of the sum, of the norm's parameters, of the terms."""
+    """Gradients of `_Sum` by differentiable operations: of the sum, of the norm's parameters, of the terms."""
     of_norm: list[Any] = []
     if kind is not None:
         *scale, total, _ = rest
@@ -448,7 +447,7 @@ def through_norm(
     total: Tensor,
     scale: Sequence[Tensor],
 ) -> tuple[Tensor | None, list[Any]]:
-    """The gradients of a sum and of its norm's parameters from those of both, by operations that autograd knows."""
+    """Gradients of a sum and of its norm's parameters, from those of sum and norm, by differentiable operations."""
     if grad_normed is None:
         return grad, [None] * len(scale)
 
@@ -460,7 +459,7 @@ def through_norm(
 
 
 def _in_turn(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
+    """``tensors`` split into consecutive groups of ``counts`` elements."""
     found, first = [], 0
     for count in counts:
         found.append(tensors[first : first + count])

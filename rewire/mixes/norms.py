@@ -1,4 +1,4 @@
-"""Norms that can join a kernel: which modules, or operations, they are, and what stands in the way."""
+"""Norms that kernels can compute: which modules or operations are such norms, and why others are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rewire.attributes import NORM
 from rewire.kernels.sums.spec import NormKind
 from rewire.torch_internals import has_global_hooks, has_hooks, parameters_of
 
-#: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
+#: The kind of a norm; "rms+1" scales by one plus its weight (Gemma's).
 Kind = Literal["rms", "rms+1", "layer"]
 
 #: The parameters that a norm may have.
@@ -27,7 +27,7 @@ class Norm(NamedTuple):
         kind: "rms" or "layer".
         weight: [D].
         bias: [D] or None.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
 
     kind: NormKind
@@ -38,11 +38,11 @@ class Norm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inlined:
-    """A norm in a flat graph, which has its operations and no module.
+    """A norm in a flat graph, which has only the norm's operations.
 
     Attributes:
-        kind: what they compute.
-        eps: of the norm.
+        kind: kind of the norm.
+        eps: epsilon of the norm.
         operations: a function of the value [..., D], the weight and, if there is one, the bias.
         weight: [D].
         bias: [D] or None.
@@ -59,7 +59,7 @@ class Inlined:
 
 
 def mark(module: nn.Module) -> str | None:
-    """Find out whether ``module`` is a norm that kernels know, and remember it.
+    """Determine whether ``module`` is a norm that kernels support, and record it.
 
     Returns:
         None if it is one, else the reason why not.
@@ -71,10 +71,10 @@ def mark(module: nn.Module) -> str | None:
 
 
 def recognise(module: nn.Module) -> tuple[Kind, None] | tuple[None, str]:
-    """Which norm ``module`` computes, or None and the reason why it is none that kernels know.
+    """Which norm ``module`` computes; or None, and the reason why it is not one that kernels support.
 
-    Its forward, without hooks, is run on random rows and weights and compared with the formulas: what the class is
-    called does not matter. Its parameters may be on the meta device.
+    Its forward, without hooks, is run on random rows and weights and compared with the formulas: the name of its class
+    does not matter. Its parameters may be on the meta device.
     """
     parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) - set(_PARAMETERS) or "weight" not in parameters or parameters["weight"].dim() != 1:
@@ -98,23 +98,23 @@ def recognise(module: nn.Module) -> tuple[Kind, None] | tuple[None, str]:
 def kind_of(
     function: Callable[..., object], width: int, parameters: int, eps: float
 ) -> tuple[Kind, None] | tuple[None, str]:
-    """Which norm a function computes, or None and the reason why it is none that kernels know.
+    """Which norm a function computes; or None, and the reason why it is not one that kernels support.
 
     Args:
-        function: of rows [..., D], a weight [D] and perhaps a bias [D]; it is run on random ones.
+        function: a function of rows [..., D], a weight [D] and perhaps a bias [D]; it is run on random values.
         width: D.
         parameters: 2 if there is a bias, else 1.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     values = [torch.rand(width, generator=generator, device="cpu") + 0.5 for _ in range(parameters)]
-    sizes = torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")  # in rows of the last one eps matters
-    # Of three dimensions: on two, norms of the second dimension would pass.
+    sizes = torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")  # in the smallest rows, eps matters
+    # Three dimensions: with two, norms over the second dimension would pass, too.
     rows = torch.randn(2, 3, width, generator=generator, device="cpu") * sizes
     try:
         with torch.no_grad():
             got = function(rows, *values)
-    except Exception as error:  # whatever a function does that is no norm
+    except Exception as error:  # a function that is not a norm may raise anything
         return None, f"it cannot be run on rows: {error}"
     weight, bias = values[0], values[1] if parameters > 1 else None
     kinds: tuple[Kind, ...] = ("rms", "rms+1", "layer") if bias is None else ("layer",)
@@ -138,25 +138,25 @@ class _Forward(nn.Module):
 
 
 def copy_mark(source: nn.Module, target: nn.Module) -> None:
-    """Let ``target``, a copy of ``source``, be what `mark` found ``source`` to be."""
+    """Copy the result of `mark` from ``source`` to its copy ``target``."""
     if NORM in source.__dict__:
         target.__dict__[NORM] = source.__dict__[NORM]
 
 
 def unmark(module: nn.Module) -> None:
-    """Forget what `mark` found."""
+    """Remove the result of `mark`."""
     module.__dict__.pop(NORM, None)
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a norm cannot be left to a kernel at present; None if it can."""
+    """Why a kernel cannot compute a norm at present; None if it can."""
     if NORM not in module.__dict__:
         return "it was not found to be a norm when the model was rewired"
     return changed(module)
 
 
 def changed(module: nn.Module) -> str | None:
-    """What was done to a norm that stands in the way at present."""
+    """The change to a norm since it was marked that keeps kernels from computing it, if any."""
     if has_hooks(module):
         return "it has hooks"
     if has_global_hooks():
@@ -171,9 +171,9 @@ def changed(module: nn.Module) -> str | None:
 
 
 def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
-    """The norm that ``module`` computes of tensors like ``x`` [..., D], if a kernel may do it.
+    """The norm ``module`` for tensors like ``x`` [..., D], if a kernel can compute it.
 
-    Not if the weight has another dtype: modules differ in the dtype that they return then.
+    None if the weight has another dtype: then modules differ in the dtype of their result.
     """
     if isinstance(module, Inlined):
         kind = module.kind
@@ -193,7 +193,7 @@ def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """The norm of ``x`` [..., D], in plain torch, in float32 or better; in the dtype of ``x``."""
+    """The norm of ``x`` [..., D] in plain torch, computed in float32 or better and returned in the dtype of ``x``."""
     precise = x.to(torch.promote_types(x.dtype, torch.float32))
     if norm.kind == "layer":
         precise = precise - precise.mean(-1, keepdim=True)
@@ -206,4 +206,4 @@ def _eps(module: nn.Module | Inlined) -> float | None:
         value = getattr(module, name, None)
         if isinstance(value, float):
             return value
-    return torch.finfo(torch.float32).eps if type(module) is nn.RMSNorm else None  # torch's own, but for float64
+    return torch.finfo(torch.float32).eps if type(module) is nn.RMSNorm else None  # its default, except for float64

@@ -21,7 +21,7 @@ from rewire.mixes.mix import mix
 def mixes(
     sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None
 ) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """``y_m = sum_i (w_mi + s_mi) x_i`` for each m, each source being read once.
+    """``y_m = sum_i (w_mi + s_mi) x_i`` for each m, reading each source once.
 
     Args:
         sources: N of [..., D], of one shape.
@@ -29,11 +29,11 @@ def mixes(
         scores: weights per token, float32 [..., M, N].
 
     Returns:
-        M of [..., D], rounded once, in the dtype of plain adds; and the sources, as the next read is to take
-        them: where this is one pass over memory, gradients from there join it.
+        M of [..., D], rounded once, in the dtype of plain adds; and the sources for the next read, whose gradients are
+        then added in the same backward pass over memory.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    shape = sources[0].shape  # sizes that torch.export keeps open have no hash
+    shape = sources[0].shape  # torch.export's symbolic sizes have no hash
     even = all(x.shape == shape for x in sources) and (scores is None or scores.shape[:-2] == shape[:-1])
     by_kernels = in_one_pass(sources, outputs)
     if even and by_kernels is not None:
@@ -53,22 +53,22 @@ def mixes(
 
 
 def in_one_pass(tensors: Sequence[Tensor], outputs: int) -> bool | None:
-    """What makes several sums of such tensors in one pass: kernels, or the compiled loop of a CPU; None: nothing."""
+    """How to compute several sums of such tensors in one pass: True: kernels; False: a CPU's loop; None: no way."""
     first = tensors[0]
     if left_to_autograd(first, len(tensors)) or any(type(x) not in (Tensor, nn.Parameter) for x in tensors[1:]):
-        return None  # branches that are still on their way from other ranks: their views have no memory
+        return None  # collectives still running: views of their results have no memory
     if switch.uses_kernels(first):
         return True if outputs <= MAX_OUTPUTS else None
     return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 
 
 class Several(torch.autograd.Function):
-    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] is n sources, and so is the first result.
+    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] holds n sources, and the first result all mixes.
 
-    The last ``apart`` mixes are results of their own even then.
+    Even then, the last ``apart`` mixes are separate results.
 
-    All tensors are handed on. What comes back for them joins their gradients in one pass, which autograd would add in
-    three: a unit that reads n states, one after the other, would move 3n states for that.
+    All tensors are also returned, so that gradients of later uses are added in the same pass. Autograd would take three
+    passes: if units read n states one after the other, it would move 3n states.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ def differentiable(
     scores: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
-    """Gradients of `Several` by operations that autograd knows."""
+    """Gradients of `Several` by differentiable operations."""
     factors = [x for x in (weights, scores) if x is not None]
     precision = torch.promote_types(grads[0].dtype, torch.float32)
     upstream = torch.stack(_sources(stacked, grads), -2).to(precision)

@@ -1,4 +1,4 @@
-"""Streams of hyper-connections: what units read off them, read, and write."""
+"""The n streams of hyper-connections: projections, reads and writes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rewire.mixes.mix import Mix, fused, mix, through_norm
 from rewire.mixes.several import Several, differentiable, in_one_pass
 from rewire.mixes.tokens import ReadOff, by_autograd, outside_autocast, read_off
 
-#: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
+#: Given to a read of streams, so that its part of their gradient is computed in the backward of `read_off_streams`.
 Claim = tuple[Tensor, Tensor]
 
 
 class Projected:
-    """What was read off streams when they were written, and a claim on them: see `read_off_streams`.
+    """The projection of streams that was computed when they were written, and a claim on them: see `read_off_streams`.
 
-    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+    A plain class: FSDP2 casts every tensor in tuples and dataclasses that a block gets.
 
     Attributes:
         products: float32 [..., n, K], or [..., K].
-        claim: two tensors whose values mean nothing.
+        claim: two tensors with arbitrary values.
     """
 
     __slots__ = ("claim", "products")
@@ -39,18 +39,18 @@ class Projected:
         self.products, self.claim = products, claim
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
-        """The same, of streams in other dimensions of tokens."""
+        """The projection of reshaped streams."""
         grad, factors = self.claim
         return Projected(view(self.products), (view(grad), view(factors)))
 
 
 @spared
 def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
-    """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
+    """`read_off` of streams [..., n, D], or of a token's concatenated streams if the weight is [n D, K].
 
     Returns:
-        The scores [..., n, K], or [..., K]; the streams, handed on; and what `read_streams` is to be given with these,
-        whose gradients then join that pass, too: None where there are no kernels.
+        The scores [..., n, K], or [..., K]; the streams; and a claim on them for `read_streams`, whose gradients are
+        then computed in the same pass: None without kernels.
     """
     (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
     if n == 1 or not tokens.by_kernels(x, weight) or left_to_autograd(x, math.inf):
@@ -68,16 +68,16 @@ def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
 
 @spared
 def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor | PendingRead, Tensor]:
-    """`combine` without branches, and the streams, as the next read is to take them: see `mixes`.
+    """`combine` without branches, and the streams for the next read: see `mixes`.
 
     Args:
         streams, weights: as in `combine`.
-        claim: what `read_off_streams` returned with the streams, for one read of them with k = 1.
+        claim: the claim from `read_off_streams`, for one read with k = 1.
 
     Returns:
-        [..., k C], which may be yet to be computed; and the streams.
+        [..., k C], perhaps yet to be computed; and the streams.
     """
-    if weights.shape[-1] == 1 and by_product(streams):  # one result is sooner a sum
+    if weights.shape[-1] == 1 and by_product(streams):  # a single result is faster as a sum
         return (streams * weights).sum(-2, dtype=streams.dtype), streams
     if by_product(streams):
         return _product(streams, weights.mT, ()).flatten(-2), streams
@@ -89,7 +89,7 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
 
 
 def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`combine` without branches; and the streams, as the next read is to take them."""
+    """`combine` without branches, and the streams for the next read."""
     by_kernels = in_one_pass([streams], weights.shape[-1])
     if by_kernels is None or weights.shape[:-2] not in ((), streams.shape[:-2]):
         return _combined(streams, weights), streams
@@ -99,14 +99,14 @@ def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: Any = None) -> None:
-    """Tell how a read of streams with ``weights`` can be made again."""
+    """Give a read of streams with ``weights`` a recipe."""
     if is_sparing():
         kept, weights = Saved(streams.detach()), weights.detach()
         remember(result, lambda: _read(kept(), weights)[0], ctx)
 
 
 class PendingRead(Mix):
-    """A `Mix` of streams whose part of their gradient is computed where the claim was made."""
+    """A `Mix` of streams that leaves their gradient to the function that made the claim."""
 
     __slots__ = ("claim", "factors", "streams")
 
@@ -114,8 +114,8 @@ class PendingRead(Mix):
         """
         Args:
             streams: [..., n, C].
-            factors: what the read takes of them, float32 [..., n, 1].
-            claim: on the streams.
+            factors: weights of the read, float32 [..., n, 1].
+            claim: a claim on the streams.
         """
         super().__init__()
         self.streams, self.factors, self.claim = streams, factors, claim
@@ -182,8 +182,8 @@ class _Claimed(torch.autograd.Function):
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
     """``H'_j = sum_i w_ij H_i + w_nj sum_f f_j``, in float32 (float64 for float64), rounded once.
 
-    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
-    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
+    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; so it is
+    for branches with a part for each result. Not elsewhere: autocast or TF32 would round the products.
 
     Args:
         streams: H [..., n, C].
@@ -204,7 +204,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
 def remember_combined(
     result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: Any = None
 ) -> None:
-    """Tell how new streams can be made again."""
+    """Give new streams a recipe."""
     weights = weights.detach()
     remember_written(streams, result, lambda x, branches: _combined(x, weights, branches), branches, ctx)
 
@@ -212,7 +212,7 @@ def remember_combined(
 def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
     n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
     if by_kernels is False and exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
-        by_kernels = None  # the loop would multiply by zeros, per token
+        by_kernels = None  # the CPU's loop would multiply by zeros for each token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         terms, table = [_terms(f, weights[..., n:, :]) for f in branches], weights.mT
         if len(terms) > 1 or any(len(parts) > 1 for parts, _ in terms):
@@ -229,22 +229,22 @@ def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ())
 
 
 def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one.
+    """The parts of a branch [..., 1 or k, C], and their weights in the k results, [..., k, 1 or k]; diagonal for k.
 
     ``write`` is [..., 1, k].
     """
     if branch.shape[-2] == 1:
-        return [branch.squeeze(-2)], write.mT  # whose gradients are views, which those of unbind are not
+        return [branch.squeeze(-2)], write.mT  # its gradients are views; those of unbind are not
     return branch.unbind(-2), torch.diag_embed(write.squeeze(-2))
 
 
 def _fits(branch: Tensor, streams: Tensor) -> bool:
-    """Whether a branch [..., 1, C] may stand below the streams, in one tensor."""
+    """Whether a branch [..., 1, C] can be concatenated to the streams."""
     return branch.dtype == streams.dtype and branch.shape == (*streams.shape[:-2], 1, streams.shape[-1])
 
 
 def _product(streams: Tensor, table: Tensor, branches: Sequence[Tensor]) -> Tensor:
-    """``table``, [..., k, n or n + 1], times the streams and the branch: each sum is of one branch at most."""
+    """``table``, [..., k, n or n + 1], times the streams and at most one branch."""
     terms = torch.cat((streams, *branches), -2) if branches else streams
     if table.dim() != terms.dim():
         table = table.expand(*terms.shape[:-2], *table.shape[-2:])
@@ -256,7 +256,7 @@ def _product(streams: Tensor, table: Tensor, branches: Sequence[Tensor]) -> Tens
 def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
     """`combine` by matrix products, in the dtype of the streams; branches are added in the order of plain adds.
 
-    All of them contiguous: of strided ones torch computes a product for each token by itself, 20 times as slow.
+    All operands are contiguous: with strided ones torch computes each token's product separately, 20 times as slow.
     """
     k, (n, channels), tokens = weights.shape[-1], streams.shape[-2:], streams.shape[:-2]
     with outside_autocast(streams.device):
@@ -277,7 +277,7 @@ def _flat(streams: Tensor) -> Tensor:
 
 
 def _of_copies(function: Callable[[Tensor], Tensor], streams: Tensor) -> Tensor:
-    """``function(streams)``; a trunk starts with copies of one tensor, which are not kept."""
+    """``function(streams)``, without keeping the expanded copies of one tensor with which a trunk starts."""
     made = function(streams)
     if streams.stride(-2) == 0 and is_sparing():
         kept = Saved(streams.detach())
@@ -289,16 +289,15 @@ def _of_copies(function: Callable[[Tensor], Tensor], streams: Tensor) -> Tensor:
 def write_and_read(
     streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`combine`, and a `read_streams` of the new streams: one pass over the old ones writes both.
+    """`combine`, and a `read_streams` of the new streams, both in one pass over the old ones.
 
-    Then the read is not of streams that were rounded. Without a kernel, and for float64, which ``table`` does not have,
-    it is.
+    The read is then computed from unrounded streams; but not without a kernel, or in float64, as ``table`` is float32.
 
     Args:
         streams: H [..., n, C].
-        table: float32 [n + 1, n + 1]: in row j what H'_j takes of H and, in the last column, of each branch; in the
-            last row what the read takes of them, the sum of the other rows with ``weights``.
-        weights: float32 [n, 1], what the read takes of H'.
+        table: float32 [n + 1, n + 1]: row j has the weights of H and, in the last column, of each branch in H'_j; the
+            last row has those in the read, the sum of the other rows with ``weights``.
+        weights: float32 [n, 1], the weights of H' in the read.
         branches: f [..., C].
 
     Returns:
@@ -312,7 +311,7 @@ def write_and_read(
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
-        assert isinstance(result, Tensor)  # there is no claim
+        assert isinstance(result, Tensor)  # not a Mix, as there is no claim
         return streams, result
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
@@ -333,20 +332,20 @@ def write_and_read(
 def write_and_project(
     streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
 ) -> tuple[Tensor] | tuple[Tensor, Projected]:
-    """`combine`, and what `read_off_streams` would read off the new streams: one pass over them less.
+    """`combine` together with the `read_off_streams` of the new streams, which saves a pass over them.
 
     Args:
         streams, weights, branches: as in `combine`, of streams [..., n, C].
-        projection: float32 [C, K], of each stream, or [n C, K], of all of a token side by side.
-        eps: of the norm.
+        projection: float32 [C, K] for each stream, or [n C, K] for a token's concatenated streams.
+        eps: epsilon of the norm.
 
     Returns:
-        H' [..., n, C]; and, where there is a kernel, what it has read off.
+        H' [..., n, C]; and with a kernel, their projection.
     """
     if not switch.uses_kernels(streams):
         return (combine(streams, weights, branches),)
     n, tensors = streams.shape[-2], [streams, *branches]
-    # Products of a token's streams side by side are of longer rows: a kernel of their own makes these faster.
+    # Concatenated streams make long rows, for which a separate kernel is faster.
     each, few = len(projection) == streams.shape[-1], projection.shape[1] <= operators.MOST_PRODUCTS
     fits = each and few and n == weights.shape[-1] <= operators.MOST_WRITTEN
     even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
@@ -361,9 +360,9 @@ def write_and_project(
 
 
 class _Written(torch.autograd.Function):
-    """Keeps for backward streams and branches, the new streams, and a few numbers for each token.
+    """Returns new streams, their projection, and a claim on them, as `read_off_streams` does.
 
-    Returns the new streams, what is read off them, and a claim on them, as `read_off_streams` does.
+    It saves streams, branches, the new streams, and a few numbers for each token.
     """
 
     @staticmethod

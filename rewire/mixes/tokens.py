@@ -1,6 +1,6 @@
-"""What input-dependent connection weights are computed with: in float32, whatever autocast says.
+"""Projections of tokens, from which input-dependent connection weights are computed: in float32, even under autocast.
 
-On GPUs a projection is one kernel each way (`projection`); elsewhere matrix products of torch (`plain`).
+On GPUs a projection is one kernel each for forward and backward (`projection`); elsewhere torch's matrix products.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rewire.mixes.claims import added_up, by_read, claim_on
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A region without autocast.
+    """A context without autocast, which does nothing if autocast is off.
 
-    Only where it is on: the meta device has none, and an empty region, as of a frozen topology, is one that
-    torch.export cannot load again. Dynamo of torch 2.11 does not follow the question whether there is one.
+    The meta device has no autocast, and torch.export cannot load an empty region, such as a frozen topology's. Dynamo
+    of torch 2.11 cannot trace the check whether a device has autocast.
     """
     kind = device.type
     there = kind != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(kind)
@@ -55,15 +55,15 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 @spared
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """`project`, or with ``eps`` `project_normed`; and ``x``, as the next read is to take it.
+    """`project`, or with ``eps`` `project_normed`; and ``x`` for the next read.
 
-    ``clamped``, scores below zero are zero. The derivative is 1 at zero, not 0 as that of relu, where weights that are
-    zero would never learn. Gradients of later reads of ``x`` join the pass over memory that this one's backward makes.
+    With ``clamped``, negative scores become zero, with derivative 1 at zero: relu's is 0 there, and weights that start
+    at zero would never learn. Gradients of later reads of ``x`` are added in the same backward pass over memory.
     """
     if x.dim() > 1 and by_product(x):  # nothing is kept
         return plain.project(x, weight, eps, clamped)[0], x
     with outside_autocast(x.device):
-        # However small x is: what autograd would call one by one takes longer, each way.
+        # However small x is: autograd would call more operations, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
             if not (torch.is_grad_enabled() or by_kernels(x, weight)):  # nothing is kept
                 return plain.project(x, weight, eps, clamped)[0], x
@@ -75,11 +75,11 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
 def read_off_apart(
     x: Tensor, weight: Tensor, first: int, eps: float | None = None, clamped: bool = False
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """`read_off`; beside all scores also the first ones and the others, whose gradients come one by one.
+    """`read_off`, which also returns the first scores and the others as separate tensors with separate gradients.
 
     Args:
-        x, weight, eps, clamped: as there.
-        first: how many are the first; where these are none or all, all scores come three times.
+        x, weight, eps, clamped: as in `read_off`.
+        first: number of first scores; if it is none or all, all scores are returned three times.
     """
     alone = not 0 < first < weight.shape[1]
     if alone or x.dim() < 2 or torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
@@ -92,14 +92,14 @@ def read_off_apart(
 
 
 def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x``, as the next read is to take it.
+    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x`` for the next read.
 
     Args:
         x: [..., D].
         weight: float32 [D, K].
         out: float32 [K, K].
         static: float32 [K].
-        eps: of the norm.
+        eps: epsilon of the norm.
 
     Returns:
         float32 or float64 [..., K], and [..., D].
@@ -114,7 +114,7 @@ def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps:
 
 
 class _ReadOffHidden(torch.autograd.Function):
-    """Keeps for backward ``x`` as it is, the hidden layer, and of the norm a number for each row."""
+    """`read_off_hidden`; saves ``x``, the hidden layer, and one number per row for the norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -141,10 +141,10 @@ class _ReadOffHidden(torch.autograd.Function):
 
 
 class ReadOff(torch.autograd.Function):
-    """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
+    """`read_off`; saves ``x``, with a norm the scores and one number per row, and clamped scores.
 
-    With ``first`` it also returns the first scores and the others; with ``shape``, of a read [..., 1, D] of streams, a
-    claim on them.
+    With ``first`` it also returns the first scores and the others; with the ``shape`` of a read [..., 1, D] of streams,
+    a claim on them.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class ReadOff(torch.autograd.Function):
 
 
 def _of_scores(grad: Tensor | None, apart: Sequence[Tensor | None], first: int, count: int) -> list[Tensor]:
-    """Gradients of ``count`` scores: of all in one tensor, or of the ``first`` ones and of the others; or none."""
+    """Gradients of ``count`` scores: one tensor for all, or for the ``first`` ones and for the others; or none."""
     known = [part for part in apart if part is not None]
     if grad is None and len(known) == len(apart):
         return known
@@ -207,7 +207,7 @@ def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
 
 
 def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:
-    """`project`, or with ``eps`` `project_normed`, by operations that autograd knows."""
+    """`project`, or with ``eps`` `project_normed`, by differentiable operations."""
     scores: Tensor
     if under_transforms():
         scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
@@ -217,20 +217,20 @@ def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = Fa
 
 
 def at_least_zero(scores: Tensor) -> Tensor:
-    """``relu(scores)``, with a derivative of 1 at 0: those of relu, and from torch 2.14 on of ``clamp``, are 0 there.
+    """``relu(scores)`` with derivative 1 at 0, where those of relu and, since torch 2.14, of ``clamp`` are 0.
 
-    All scores start at 0, and would stay.
+    All scores start at 0, and would stay there.
     """
     return torch.where(scores < 0, 0, scores)
 
 
 def by_kernels(x: Tensor, weight: Tensor) -> bool:
-    """Whether `project` is a kernel."""
+    """Whether a kernel computes `project`."""
     return weight.dtype == torch.float32 and x.numel() > 0 and switch.uses_kernels(x)
 
 
 class _Project(torch.autograd.Function):
-    """Keeps ``x`` as it is for backward, and no float32 copy of it: every read projects every state."""
+    """`project`; saves ``x``, and not a float32 copy of it: every read projects every state."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class _Project(torch.autograd.Function):
 
 
 class _ProjectNormed(torch.autograd.Function):
-    """Keeps neither a float32 copy of ``x`` for backward nor what it is normed to, and makes neither in backward.
+    """`project_normed`; neither saves nor recomputes a float32 copy of ``x`` or its norm.
 
     With ``n = x r`` and ``r = (mean(x^2) + eps)^(-1/2)``, ``dx = r dn - r^3 mean(x dn) x``.
     """
@@ -277,7 +277,7 @@ class _ProjectNormed(torch.autograd.Function):
 
 
 def compiled_sinkhorn(logits: Tensor) -> Any:
-    """The module of the compiled loop of Sinkhorn-Knopp, where it takes such matrices; else None."""
+    """The module with the compiled loop of Sinkhorn-Knopp, if it takes such matrices; else None."""
     return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
 
 
@@ -296,6 +296,6 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """``1 / sqrt(mean(x^2) + eps)``, what `rms_norm` multiplies ``x`` with: [..., 1], float32 or float64."""
+    """``1 / sqrt(mean(x^2) + eps)``, the factor of `rms_norm`: [..., 1], float32 or float64."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -1,2 +1,2 @@
-"""What rewired models run: `stream` is what flows through a trunk, `connection` the module that holds its weights,
-`depth` what one call of an edited forward talks to."""
+"""What rewired models run: `stream` has the value that flows through a trunk, `connection` the module that holds the
+trunk's weights, `depth` the object that an edited forward calls."""

@@ -1,4 +1,4 @@
-"""PEFT saves adapters alone: say so where connection weights were trained beside them."""
+"""A warning for PEFT, which saves only adapters, if connection weights were trained, too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 from rewire.attributes import CONNECTIONS
 
-_SAVES = "get_peft_model_state_dict"  # PEFT's function; it takes of a state dict what belongs to adapters
+_SAVES = "get_peft_model_state_dict"  # PEFT's function that picks the adapters' entries of a state dict
 
 
 def tell_if_left_out(connection: nn.Module, name: str) -> None:
-    """Warn if the state dict that is being made is PEFT's, and weights are trained that it will not have.
+    """Warn if PEFT is making a state dict, and will leave out connection weights that are trained.
 
     Args:
-        connection: whose state is asked for.
-        name: of it, in the state dict. PEFT also asks for that of copies alone, which it made by ``modules_to_save``.
+        connection: the connection whose state is asked for.
+        name: its prefix in the state dict; PEFT also asks for the state of copies made for ``modules_to_save``.
     """
     parts = name.split(".")
     if CONNECTIONS not in parts or "modules_to_save" in parts:

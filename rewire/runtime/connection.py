@@ -50,37 +50,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rewire.saving")
 
 _NUMBERS = itertools.count()
-#: The last effective weights that were made without gradients, with the layout and copies of what they were made of.
+#: The last effective weights computed without gradients, with the layout and copies of the stored weights behind them.
 _LAST: WeakKeyDictionary[Connection, tuple[Layout, dict[str, Tensor], Any]] = WeakKeyDictionary()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
-_DEEPEST_RECIPE = 32  # lists and objects in each other
+_DEEPEST_RECIPE = 32  # levels of nested lists and objects
 
 
 class Connection(Watched):
-    """Connection weights of one trunk; calling it begins the trunk's stream.
+    """The connection weights of one trunk; calling it begins the trunk's stream.
 
-    Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
-    float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
+    As it is called once per forward, it can have its own FSDP group. Its parameters are plain float32 parameters, and
+    stay float32 under ``model.bfloat16()``; so do its buffers, the constants of a frozen topology.
 
     Args:
         layout: topology and units of the trunk.
         start: ``"preserve"`` or ``"paper"``.
-        device: of the parameters.
-        trunk: what was found; None for those of a flat graph.
+        device: device of the parameters.
+        trunk: the trunk as it was found; None in a flat graph.
 
     Attributes:
-        report: what `rewire.compile` found in the model; None where it was loaded.
-        placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
-        stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
-        learned_names: of the learned weights.
-        rows: of those that have rows for each unit (`Topology.unit_rows`), how many.
-        travelling: the others. On a pipeline stage that goes on with a trunk they come with the stream.
-        dims: sizes of the trunk; on a stage with the units whose rows are here, as parameters of their own (`pieces`).
-        others: how many parameters the model had when it was rewired; fewer are left of it where it was cut.
-        number: of connections before this one in this process; copies have the same.
+        report: what `rewire.compile` found in the model; None if the model was loaded.
+        placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` was called.
+        stored_in: the scale by which each learned weight is divided where it is stored (`Topology.natural_scales`).
+        learned_names: names of the learned weights.
+        rows: number of rows of each unit, for learned weights that have such rows (`Topology.unit_rows`).
+        travelling: names of the other learned weights, which pipeline stages receive with the stream.
+        dims: sizes of the trunk; on a pipeline stage also the units whose rows are here, as separate parameters.
+        others: number of the model's other parameters when it was rewired; a model that was cut has fewer.
+        number: how many connections were made before this one in this process; copies keep it.
     """
 
-    #: Hooks on all modules pass it over.
+    #: Hooks on all modules skip it.
     is_rewires_own = True
     placement: Placement | None = None
     report: Report | None = None
@@ -114,19 +114,19 @@ class Connection(Watched):
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(stored))
-            setattr(self.get_parameter(name), NO_WEIGHT_DECAY, True)  # where that is patched, another than was given
+            setattr(self.get_parameter(name), NO_WEIGHT_DECAY, True)  # patched code may have registered another object
         for name, value in fixed.items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
     def become(self, layout: Layout) -> None:
-        """Take another layout, with weights at its preserving start, in place of this one."""
+        """Replace the layout by another one, with weights at its preserving start."""
         device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
         for name in [*parameters_of(self), *buffers_of(self)]:
             delattr(self, name)
         self._connect(layout, "preserve", device)
 
     def reset_parameters(self) -> None:
-        """Set the start values, and constants, again (after ``to_empty``, say)."""
+        """Reset weights and constants to their start values (after ``to_empty``, for example)."""
         start = self.layout.topology.parameters(self.layout.dims, self.start)
         held = {*parameters_of(self), *buffers_of(self)}
         own = start if self.dims.here is None else apart(start, self.rows)
@@ -134,13 +134,13 @@ class Connection(Watched):
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
-        """Set weights, by name, to values as the formulas have them, in whatever unit they are stored."""
+        """Set weights, by name, to values as in the formulas, which are stored divided by their scales."""
         stored = {**parameters_of(self), **buffers_of(self)}
         for name, value in values.items():
             _set(stored[name], value / self.stored_in.get(name, 1.0))
 
     def values(self) -> dict[str, Tensor]:
-        """The learned weights by name, with gradients, as the formulas have them: what is stored times its unit."""
+        """The learned weights by name, differentiable, as in the formulas: the stored values times their scales."""
         self._check_all_here()
         return self._values(self.learned())
 
@@ -151,11 +151,11 @@ class Connection(Watched):
         return stream
 
     def forward(self, x: Tensor, resume: Callable[[Tensor], Stream] | None = None) -> Stream:
-        """A stream at its start, ``x`` being the trunk's input [..., width].
+        """Begin the trunk's stream.
 
         Args:
-            x: that; or what a stage of a pipeline that goes on with the trunk was sent.
-            resume: in that case, what makes the stream of it (`resume`).
+            x: the trunk's input [..., width]; or the message that a pipeline stage inside the trunk has received.
+            resume: for a message, the function that makes the stream of it (`resume`).
 
         Raises:
             RewireError: the weights were cast to another dtype than float32, or hidden states are sharded in a way
@@ -172,21 +172,21 @@ class Connection(Watched):
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
     def check_ranks(self, x: Any) -> None:
-        """Before a training forward: compare with the ranks that run it, too.
+        """Before a training forward: compare recipes with the other ranks that run it.
 
         Raises:
-            RewireError: they have rewired differently.
+            RewireError: the ranks rewired the model differently.
         """
         if not torch.compiler.is_compiling():
             compare(self, x, x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh)
 
     def register_state_dict_pre_hook(self, hook: Any) -> Any:
-        """As of every module. FSDP2 calls it before it gathers weights for the first time, the last time to compare.
+        """As for every module, but FSDP2's call, before it first gathers weights, is the last chance to compare ranks.
 
-        These are copied when the stream begins (`learned`), and need not be gathered for backward.
+        The gathered weights are copied when the stream begins (`learned`), and need not be gathered again for backward.
 
         Raises:
-            RewireError: the ranks of FSDP have rewired differently: weights of other shapes would fail in the gather.
+            RewireError: the ranks rewired the model differently; gathering weights of different shapes would fail.
         """
         compare_sharded(self)
         gather_for_forward_only(self)
@@ -199,16 +199,16 @@ class Connection(Watched):
         return str(self.dims.here or "")
 
     def shared(self) -> dict[str, Any]:
-        """What the trunk has to be on all ranks that train one model."""
+        """The facts of the trunk that have to agree on all ranks that train one model."""
         layout = self.layout
         more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
         return {**self.recipe(), **more}
 
     def staged(self, first: int, last: int | None) -> Connection:
-        """One like this for a stage of a pipeline: with the rows of its own units, and on the first what travels.
+        """The connection for a pipeline stage: with the rows of its units, and on the first stage the other weights.
 
         Args:
-            first, last: residual adds before the stage, and up to its end; None: the trunk's end.
+            first, last: numbers of residual adds before the stage, and up to its end; None: the trunk's end.
 
         Raises:
             RewireError: the weights are sharded.
@@ -237,7 +237,7 @@ class Connection(Watched):
         return other
 
     def weight_of(self, name: str) -> str:
-        """The learned weight that a parameter is, or of which it is the rows of a unit."""
+        """Name of the learned weight to which a parameter belongs, as a whole or as the rows of one unit."""
         return pieces(self.rows).get(name, (name, 0))[0]
 
     def resume(
@@ -246,10 +246,10 @@ class Connection(Watched):
         """The stream after ``position`` residual adds, from its states and the learned weights.
 
         Args:
-            states: as the topology has them, a `History` as a tuple of the states in it.
-            learned: weights, those that came with the states and those that are here.
+            states: the topology's states, with a `History` as the tuple of its states.
+            learned: the learned weights: those received with the states, and those that are here.
             position: number of residual adds.
-            placement: of the hidden states.
+            placement: placement of the hidden states.
         """
         weights, layout = self._effective(learned), self.layout
         token = layout.channels_last(layout.token(states[0].device))
@@ -258,10 +258,10 @@ class Connection(Watched):
         return Stream(states, None, Weights(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:
-        """The weights that the topology's formulas use, from the learned ones, in float32.
+        """The weights that the topology's formulas use, computed from the learned ones, in float32.
 
         Raises:
-            RewireError: they were cast, or are on another pipeline stage.
+            RewireError: weights were cast, or some are on other pipeline stages.
         """
         self._check_all_here()
         return self._effective(self.learned())
@@ -274,7 +274,7 @@ class Connection(Watched):
             )
 
     def learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
-        """The learned weights, whole, for use on hidden states of this placement."""
+        """The learned weights, unsharded, for hidden states of this placement."""
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
         return learned if placement is None else placement.reduced(learned)
@@ -283,7 +283,7 @@ class Connection(Watched):
         stored = {**learned, **{name: value for name, value in buffers_of(self).items() if value is not None}}
         if not _may_keep(stored.values()):
             return self._computed(stored)
-        # Compared by value: many write to `parameter.data`, which no version tells.
+        # Compared by value: writes to `parameter.data`, which are common, do not change the version counter.
         layout, before, weights = _LAST.get(self, (None, {}, None))
         known = layout is self.layout and before.keys() == stored.keys()
         if known and all(torch.equal(before[name], value) for name, value in stored.items()):
@@ -314,8 +314,8 @@ class Connection(Watched):
             return self.layout.topology.weights(values, self.dims)
 
     def _values(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        units = {name: self.stored_in.get(name, 1.0) for name in stored}
-        return {name: tensor if units[name] == 1 else tensor * units[name] for name, tensor in stored.items()}
+        scales = {name: self.stored_in.get(name, 1.0) for name in stored}
+        return {name: tensor if scales[name] == 1 else tensor * scales[name] for name, tensor in stored.items()}
 
     def matrix(self) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32."""
@@ -325,17 +325,17 @@ class Connection(Watched):
         return f"{self.layout.topology}, {len(self.layout.units)} residual adds in {self.layout.dims.depth} units"
 
     def recipe(self) -> dict[str, Any]:
-        """What the weights belong to: topology, options, and the trunk's sizes."""
+        """Topology, options and sizes of the trunk, without which the weights have no meaning."""
         scales = {name: scale for name, scale in sorted(self.stored_in.items()) if scale != 1}
         scales = {name: scale for name, scale in scales.items() if name in self.learned_names}
         return recipe_of(self.layout) | ({"scales": scales} if scales else {})
 
     def get_extra_state(self) -> Tensor:
-        """The recipe, as bytes: a state dict then says what its connection weights mean."""
+        """The recipe as bytes, so that a state dict says what its connection weights mean."""
         return self._beside_weights(json.dumps(self.recipe(), sort_keys=True))
 
     def _beside_weights(self, text: str) -> Tensor:
-        """A text as an entry of the state dict; a DTensor where the weights are: Accelerate takes all or none."""
+        """A text as a state-dict entry; a DTensor if the weights are, as Accelerate needs all entries to be."""
         state = torch.tensor(list(text.encode()), dtype=torch.uint8)
         weights: Iterator[Any] = self.parameters()
         mesh = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
@@ -349,12 +349,12 @@ class Connection(Watched):
         """Check that the weights being loaded belong to this topology.
 
         Raises:
-            RewireError: they were saved from another topology, or with other options or sizes.
+            RewireError: the weights were saved from another topology, or with other options or sizes.
         """
         if not isinstance(state, Tensor):
             return  # torch's placeholder for a key that a partial state dict does not have
         saved, here = ({**recipe, "scales": {}} for recipe in (read_recipe(state), self.recipe()))
-        if topology_in(saved) == self.layout.topology:  # under this name, or another
+        if topology_in(saved) == self.layout.topology:  # perhaps under another name
             saved |= {"topology": here["topology"], "options": here["options"]}
         if saved != here:
             differing = [f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in here.items() if saved.get(k) != v]
@@ -366,11 +366,11 @@ class Connection(Watched):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        """Load weights, in the units in which they are stored here: files may have others.
+        """Load weights, converted from the scales of the file to those used here.
 
-        A plain model's state dict has none: they stay as they are, which is logged as a warning.
+        If the state dict is a plain model's, the weights stay as they are, and a warning is logged.
         """
-        if not state_dict and not missing:  # nothing begins with the prefix, and all came that was asked for before
+        if not state_dict and not missing:  # no key has the prefix, and none before was missing
             told = "The state dict is one of a plain model: the connection weights of trunk '%s' stay as they are."
             logger.warning(told, self.layout.trunk)
             return
@@ -383,7 +383,7 @@ class Connection(Watched):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     def _in_form(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict with weights whole or by unit, as they are here, whichever it has."""
+        """The state dict with weights split by unit if they are split here, and whole otherwise."""
         known, cut = pieces(self.rows), len(prefix)
         own = {key[cut:]: value for key, value in state_dict.items() if key.startswith(prefix)}
         others = {key: value for key, value in state_dict.items() if not key.startswith(prefix)}
@@ -400,20 +400,20 @@ class Connection(Watched):
 
     @torch.no_grad()
     def convert_from(self, recipe: dict[str, Any]) -> None:
-        """Convert weights that were put here as they are in a file with this recipe."""
+        """Convert the scales of weights that were copied here unchanged from a file with this recipe."""
         for name, ratio in self._ratios(recipe).items():
             self.get_parameter(name).mul_(ratio)
 
     def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
-        """What weights in a file with this recipe have to be multiplied with, where that is not one."""
+        """The factors other than 1 that convert weights of a file with this recipe to the scales used here."""
         before = _scales_in(recipe)
-        ratios = {name: before.get(self.weight_of(name), 1.0) / unit for name, unit in self.stored_in.items()}
-        if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # nothing would be left of the weights
-            raise RewireError(f"the recipe among the weights is damaged: units {before}, here {self.stored_in}.")
+        ratios = {name: before.get(self.weight_of(name), 1.0) / scale for name, scale in self.stored_in.items()}
+        if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # the weights would vanish or overflow
+            raise RewireError(f"the recipe among the weights is damaged: scales {before}, here {self.stored_in}.")
         return {name: ratio for name, ratio in ratios.items() if ratio != 1}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Follow moves between devices, but no change of dtype."""
+        """Follow moves between devices, but not changes of dtype."""
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -423,7 +423,7 @@ class Connection(Watched):
 
 
 class Connections(nn.Module):
-    """Holds the connections of one module's trunks, as children. No `nn.ModuleDict`: PEFT could not take its place."""
+    """Holds the connections of one module's trunks, as children; PEFT could not replace an `nn.ModuleDict`."""
 
 
 #: Why a plain model's state dict does not load into a model with copies of norms.
@@ -434,12 +434,13 @@ NO_COPIES = (
 
 
 class SeparateNorms(nn.Module):
-    """A norm's copies for keys and values; the norm itself, whose child this is, is that of everything else.
+    """A norm's copies for keys and values, as a child of the norm, which itself serves queries and everything else.
 
-    It is named as connections are, `CONNECTIONS`. The copies follow their norm to other devices and dtypes.
+    The child is named `CONNECTIONS`, like those with connections. The copies follow the norm to other devices and
+    dtypes.
 
     Args:
-        norm: what is copied.
+        norm: the norm to copy.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -456,14 +457,14 @@ class SeparateNorms(nn.Module):
         more: Any,
         errors: list[str],
     ) -> None:
-        if not state_dict and not missing:  # as above
+        if not state_dict and not missing:  # as in `Connection`
             errors.append(f"'{prefix.rstrip('.')}': {NO_COPIES}")
 
 
 def _may_keep(stored: Iterable[Tensor]) -> bool:
-    """Whether effective weights made of these may serve the next forward: nobody differentiates or traces them.
+    """Whether effective weights may be reused in the next forward: nothing differentiates or traces them.
 
-    On a CPU alone: elsewhere it would have to wait for the comparison.
+    Only on a CPU: on a GPU, comparing the stored values would synchronise.
     """
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or torch.is_grad_enabled() or listened() or under_transforms():
@@ -472,21 +473,21 @@ def _may_keep(stored: Iterable[Tensor]) -> bool:
 
 
 def _gathered(parameter: Any) -> Tensor:
-    """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends.
+    """A copy of the whole parameter under FSDP2, even if the DTensor is replicated.
 
-    So this is a copy, also of a DTensor that has all of it on each rank.
+    FSDP2 frees what it gathered when the connection returns, before the stream ends.
     """
     whole: Tensor = parameter.full_tensor() if is_dtensor(parameter) else parameter
     return whole.clone()
 
 
 def _set(parameter: Any, value: Tensor) -> None:
-    """Copy ``value`` to a parameter; if that is sharded, this rank's part of it."""
+    """Copy ``value`` to a parameter, or this rank's part of it if the parameter is sharded."""
     if is_dtensor(parameter):
         from torch.distributed.tensor import distribute_tensor
 
         value = value.to(parameter.device)
-        # The same on all ranks: nothing has to be sent.
+        # All ranks have the same value: nothing has to be sent.
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
 
@@ -504,10 +505,10 @@ def recipe_of(layout: Layout) -> dict[str, Any]:
 
 
 def read_recipe(state: Any) -> dict[str, Any]:
-    """The recipe that `Connection.get_extra_state` wrote, whichever dtype all of its state dict was cast to.
+    """The recipe that `Connection.get_extra_state` wrote, even if the whole state dict was cast to another dtype.
 
     Raises:
-        RewireError: it is damaged, or there is a digest in its place, as `rewire.eject` writes it.
+        RewireError: the recipe is damaged, or it is the digest that a model from `rewire.eject` writes in its place.
     """
     state = state.to_local() if is_dtensor(state) else state
     try:
@@ -523,10 +524,10 @@ def read_recipe(state: Any) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """What is saved beside weights as JSON: an object, and no larger or deeper than any that was written.
+    """Parse the JSON object that is saved with weights, if it is no larger or deeper than rewire would write.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not such an object.
     """
     if len(text) > _LARGEST_RECIPE:
         raise ValueError("no recipe is as large")
@@ -547,7 +548,7 @@ def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def _scales_in(recipe: Any) -> dict[str, float]:
-    """The units in which weights with this recipe are stored; none, before there were any."""
+    """The scales of weights in a file with this recipe; files of old versions have none."""
     scales = recipe.get("scales", {})
     if not isinstance(scales, dict) or not all(isinstance(unit, float) and 0 < unit < inf for unit in scales.values()):
         raise RewireError(f"the recipe among the weights is damaged: scales {scales!r}.")
@@ -555,7 +556,7 @@ def _scales_in(recipe: Any) -> dict[str, float]:
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connection modules of a rewired model, by trunk name.
+    """The connections of a rewired model, by trunk name: the modules that hold its learned weights.
 
     Example:
         >>> [parameter.shape for parameter in rewire.connections(rewired)["blocks"].parameters()]
@@ -567,10 +568,10 @@ def connections(model: nn.Module) -> dict[str, Connection]:
 
 
 def learned_connections(model: nn.Module, nothing: str = "it has no connection weights") -> dict[str, Connection]:
-    """`connections` of a model that has some.
+    """The `connections` of a model that has to have some.
 
     Args:
-        nothing: what there is not, if it has none.
+        nothing: clause of the error message that says what is missing.
 
     Raises:
         RewireError: the model was not rewired.
@@ -582,23 +583,22 @@ def learned_connections(model: nn.Module, nothing: str = "it has no connection w
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Say how the hidden states of a rewired model lie on the ranks of a mesh, where they are plain tensors.
+    """Declare how the hidden states of a rewired model lie on the ranks of a mesh, if they are plain tensors.
 
-    Under sequence parallelism each rank has a part of the tokens, and the gradients of connection weights are summed
-    over the mesh: one all-reduce for each of its dimensions and each trunk, in backward. Hidden states that are
-    DTensors say so themselves and need no call. Data parallelism (DDP, FSDP) is none of this: its ranks are not part
-    of ``mesh``.
+    Under sequence parallelism each rank has a part of the tokens, and backward sums the gradients of connection weights
+    over the mesh, with one all-reduce for each of its dimensions and each trunk. Models whose hidden states are
+    DTensors need no call. Neither does data parallelism (DDP, FSDP): its ranks are not part of ``mesh``.
 
     Args:
         model: the rewired model; changed in place.
-        mesh: the ranks that share one sequence; in a mesh of several dimensions, hidden states are sharded along all.
-        sequence: whether each rank has a part of the tokens. False: all have all of them (tensor parallelism alone).
+        mesh: the ranks that share one sequence. If it has several dimensions, hidden states are sharded along all.
+        sequence: whether each rank has a part of the tokens. False: each has all tokens (tensor parallelism alone).
 
     All ranks of the mesh call it, and their recipes are compared.
 
     Raises:
-        TypeError: ``mesh`` is no device mesh.
-        RewireError: the model was not rewired, or differently on these ranks.
+        TypeError: ``mesh`` is not a device mesh.
+        RewireError: the model was not rewired, or the ranks rewired it differently.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
@@ -619,7 +619,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
 
 def coefficients(model: nn.Module) -> dict[str, Tensor]:
-    """Effective connection weights of a rewired model.
+    """The effective connection weights of a rewired model: those that the formulas use.
 
     Returns:
         Trunk name -> matrix [destination, source], float32, detached.

@@ -1,7 +1,7 @@
-"""What an edited forward talks to.
+"""`Depth`, the object that an edited forward calls.
 
-The variables of an edited forward hold tensors, as in the original. The residual streams behind them are held by one
-`Depth`, made anew for each call of the forward::
+The variables of an edited forward hold tensors, as in the original. One `Depth` per call of the forward holds the
+streams behind them::
 
     depth = self._depth.enter()
     hidden_states = depth.open(hidden_states)            # a stream came in; here is its value
@@ -10,8 +10,8 @@ The variables of an edited forward hold tensors, as in the original. The residua
     ...
     return depth.leave(hidden_states)                    # the stream goes on to the next block
 
-A tensor is known to be a stream's value by being the same object, so that every add checks that its shortcut is the
-stream that it was found to be.
+A tensor is recognised as a stream's value by identity, so every add checks that its shortcut is the value of the
+stream that was found for it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _CLAMPED = (
 
 
 class Depth:
-    """The residual streams of one call of an edited forward.
+    """The streams of one call of an edited forward.
 
     Args:
-        block, where, entries, advice: of its `Gate`.
+        block, where, entries, advice: as in its `Gate`.
     """
 
     #: ``depth.add(x, depth.at[rows](f))`` for ``x[rows] += f``.
@@ -56,7 +56,7 @@ class Depth:
         self.live: list[Live] = []
         self.separate = SeparateInputs(block, where, self.live)
         self.held: list[Any] = []
-        self.outputs: list[tuple[Any, Live]] = []  # of streams that ended in functions that were called
+        self.outputs: list[tuple[Any, Live]] = []  # outputs of streams that ended in called functions
         self.left = False
 
     def open(
@@ -71,25 +71,25 @@ class Depth:
         qkv: bool = False,
         width: int | None = None,
     ) -> Any:
-        """The tensor behind an argument, or behind what an expression made.
+        """The value, a tensor, of a stream that an argument or an expression holds.
 
         Args:
-            value: a stream; at the start of a trunk a tensor; or a container or dataclass with these in it, which
-                changes in place, and gets the stream back when the function returns (`leave`).
-            norm: what reads the value first, to be computed with it.
-            trunk: which of the function's trunks starts here, if one does.
-            post: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
-                operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
-            begin: whether the trunk starts with a tensor that comes in.
-            item: if it starts with one of several in a container: with the tensor of this number; else with the first
-                that is no stream's value.
-            index: which of all that a tuple holds it is.
+            value: a stream; a tensor with which a trunk starts; or a container or dataclass with these in it, which is
+                changed in place, and gets the stream back when the function returns (`leave`).
+            norm: the norm that reads the value first, to be computed together with it.
+            trunk: number, among the function's, of the trunk that starts here, if one does.
+            post: whether the function makes the next state of what comes in (`push`). If not, a sum that comes in is
+                the state: operations that the model skips in this call (no mask, evaluation mode) change nothing.
+            begin: whether the trunk may start here with a tensor.
+            item: number of the tensor in a container with which the trunk starts; None: the first that is not a
+                stream's value.
+            index: number of the item of a tuple that is opened; None: all.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
-            width: in that case, channels of each, if they are known.
+            width: with ``qkv``, the number of channels of each of the three, if known.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
-            UnsupportedCall: with gradients switched on or off since the stream began, as re-entrant checkpointing does.
+            UnsupportedCall: gradients were switched on or off since the stream began, as by re-entrant checkpointing.
         """
         if qkv:
             return self.separate.open(value, width)
@@ -104,26 +104,26 @@ class Depth:
 
             def opened(part: Any) -> Any:
                 if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
-                    return part  # another trunk's, which the function only hands on, or a state that it reads
+                    return part  # a stream that the function only passes on, or an earlier state
                 return self.open(part, norm, trunk, post, begin and part is first)
 
             return mapped(value, opened)
         for known in self.live:
-            if known.source is value:  # the same argument twice
+            if known.source is value:  # passed as two arguments
                 return known.values[0]
-        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, read before
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # the value of a stream that is open already
             return value
         if isinstance(value, Stream):
             return self._enter(value if post else value.settled(), norm)
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
-            return value  # in the second case something that was made of the sum
+            return value  # in the second case, an operation's result from the sum
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._begin(value, norm, entry)
         return value
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
-        """The value of a stream that comes in."""
+        """Take in a stream from outside, and return its value."""
         if stream.weights.loans:
             stream.check_loans()
         entry = self._entry(stream)
@@ -141,7 +141,7 @@ class Depth:
         return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
-        """The value of a stream that starts here, with a plain tensor."""
+        """Begin a stream with a plain tensor, and return its value."""
         if not entry.begins and value.dtype == torch.float16:
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
         if not entry.begins and entry.connection.layout.loops:
@@ -166,7 +166,7 @@ class Depth:
             )
         connection = entry.in_use
         connection.check_ranks(value)
-        # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
+        # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
         return self._track(Live(begin(value), entry, value), norm)
 
@@ -187,25 +187,25 @@ class Depth:
         item: int | None = None,
         index: int | None = None,
     ) -> Callable[..., Any]:
-        """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
+        """Wrap ``function`` for a call that takes streams: a block, a helper with adds, ``checkpoint``.
 
-        Arguments that are a stream's value go in as the stream, wherever they stand, in containers and dataclasses,
-        too; what comes back as a stream is its value again. Where there is none, it is a call like any other.
+        The wrapper replaces values of streams in the arguments, including containers and dataclasses, by the streams,
+        and streams in the result by their values. A call without either is like any other.
 
         Args:
-            function: what is called.
-            norm, post: as for `open`, of what comes back.
-            kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in the result.
-            last: whether the result is returned at once: streams stay, for the next block to read.
-            otherwise: what a call is that does not return the stream, where a loop calls blocks and others at one
-                place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
-            qkv: whether it holds projections of an attention: what these read goes in, in place of a stream.
-            read: numbers of the trunks whose values go in as tensors.
-            item, index: for ``"push"``, which of what it returns is the state, as for `push`.
+            function: the function that is called.
+            norm, post: as for `open`, for the result.
+            kept: tensors of the result that are earlier states rather than the stream: (trunk, number of the tensor).
+            last: whether the result is returned at once: its streams stay streams, for the next block to read.
+            otherwise: for a loop that calls blocks and other modules at one place, the role of the others:
+                ``"view"``: they reshape all states; ``"push"``: they make the next state of a sum.
+            qkv: whether the function holds projections of an attention, and takes what these read instead of a stream.
+            read: numbers of the trunks whose values are passed as tensors.
+            item, index: for ``"push"``, which part of the result is the state, as for `push`.
         """
         if qkv:
             return self.separate.through(function)
-        if isinstance(function, functools.partial):  # which may hold a stream's value
+        if isinstance(function, functools.partial):  # its arguments may hold a stream's value
             held, how = function, (norm, post, kept, last, otherwise, qkv, read, item, index)
             return lambda *args, **kwargs: self.through(held.func, *how)(*held.args, *args, **held.keywords | kwargs)
 
@@ -240,20 +240,20 @@ class Depth:
         return call
 
     def _goes_on(self, value: Any, trunk: int) -> None:
-        """Note what operations behind an add have made of a trunk's output: in a loop, another pass may get it."""
+        """Remember what operations after the last add made of a trunk's output: a loop's next pass may get it."""
         ended = [*(live for _, live in self.outputs), *(live for live in self.live if live.stream.complete)]
         for live in [live for live in ended if live.trunk == self.entries[trunk].trunk][-1:]:
             self.outputs += [(x, live) for x in tensors_and_streams(value) if live.stream.layout.loops]
 
     def _ended(self, *given: Any) -> list[str]:
-        """The trunks that go on through loops, and whose outputs are given to a function."""
+        """The trunks with loops whose outputs are passed to a function."""
         outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
         outputs = [(x, live) for x, live in outputs if live.stream.layout.loops]
         parts = tensors_and_streams(given) if outputs else []
         return [live.trunk for x, live in outputs if any(x is part for part in parts)]
 
     def _check_ended(self, live: Live, function: Callable[..., Any], ended: bool) -> None:
-        """Refuse to go on without a stream that went into a function, did not come back, and did not end there."""
+        """Raise OutOfOrder if a stream that went into a function neither came back nor ended there."""
         if not ended:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "
@@ -277,10 +277,10 @@ class Depth:
         post: bool = False,
         kept: Sequence[tuple[int, int]] = (),
     ) -> Any:
-        """What a function returned, with tensors in place of streams."""
+        """A function's result, with values in place of streams."""
         number = itertools.count()
         earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
-        values: dict[int, Tensor] = {}  # of streams, by their ids: one that is returned twice is one tensor
+        values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
 
         def value_of(item: Any) -> Any:
             n = next(number)
@@ -304,7 +304,7 @@ class Depth:
         return mapped(result, value_of)
 
     def _handed_on(self, result: Any) -> Any:
-        """What a function returned and this one returns at once, with its streams."""
+        """A function's result that this one returns at once: its streams stay streams."""
 
         def value_of(item: Any) -> Any:
             live = self._went_on(item)
@@ -318,10 +318,10 @@ class Depth:
         return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 
     def leave(self, result: Any, *changed: dict[Any, Any]) -> Any:
-        """What the function returns: streams in place of their values; in dicts that it has ``changed``, too.
+        """The function's result with streams in place of their values, also in dicts that it has ``changed``.
 
         Raises:
-            OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
+            OutOfOrder: the residual adds that ran are not those that were found, or the stream is not returned.
         """
         if not (self.live or self.held or changed) and isinstance(result, Stream):
             self.left = True
@@ -342,7 +342,7 @@ class Depth:
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
         mapped((dicts, changed), stream_of)
-        handed_on = [*left]  # other containers are returned, too, if the function changes what they hold
+        handed_on = [*left]  # a function that changes what `others` hold returns these, too
         mapped(others, stream_of)
         for live in self.live:
             self._check_count(live, live in handed_on)
@@ -360,20 +360,20 @@ class Depth:
         last: bool = False,
         of: int = 1,
     ) -> Any:
-        """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
+        """Make a residual add, ``shortcut + sum(branches)`` in the original, and return the stream's new value.
 
-        Where a norm or another operation follows before the state is complete (`push`), that is the sum by itself.
+        If a norm or another operation follows before the state is complete (`push`), this is only the sum.
 
         Args:
             shortcut: the stream's value.
-            branches: what is added to it; or, where that is added to some of its rows alone, what adds it:
-                ``lambda x: torch.index_add(x, 0, rows, f)``. Such a branch is zero on the other rows.
+            branches: the branch outputs. If the model adds one only to some rows, a function that adds it,
+                ``lambda x: torch.index_add(x, 0, rows, f)``: the branch is zero in the other rows.
             alpha: a factor of the branches.
-            norm: what reads the new value first.
-            site: how many adds of this call come before it, where some may be left out.
-            more: whether another `add` brings a parallel branch: then this is the sum so far, and no state.
-            last: whether the function returns the result at once: the stream itself, for the next block to read.
-            of: how many parallel branches a loop adds here, one by one: there are more but behind the last.
+            norm: the norm that reads the new value first.
+            site: number of adds of this call before this one, if some may be skipped.
+            more: whether another `add` of a parallel branch follows: then the result is the sum so far, not a state.
+            last: whether the function returns the result at once: then it is the stream, for the next block to read.
+            of: number of parallel branches that a loop adds here one by one, as if with ``more`` before the last.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
@@ -381,7 +381,7 @@ class Depth:
         """
         given = [b if isinstance(b, Tensor) else self._branch(b, shortcut) for b in branches]
         if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
-            return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
+            return _plain_sum(shortcut, given, alpha)  # a call without streams; had one been lost, its end would tell
         if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
             live, before = self._shortcut(shortcut)
             total = _plain_sum(shortcut, given, alpha)
@@ -395,17 +395,17 @@ class Depth:
         return live.stream
 
     def _branch(self, branch: Any, shortcut: Tensor) -> Tensor:
-        """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0."""
+        """The tensor that is added to a shortcut; a skipped branch may be the number 0."""
         if isinstance(branch, Tensor):
             return branch
-        if callable(branch):  # the shortcut may be the stream's value in other dimensions, to which rows are added
+        if callable(branch):  # it may add rows to a reshaped value of the stream
             live, rows = self._holding(shortcut), branch(torch.zeros_like(shortcut))
             added: Tensor = rows.view_as(shortcut if live is None else live.values[0])
             return added
         return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
-        """The stream whose value a shortcut is, and the branches that were added to it already."""
+        """The stream to which a shortcut belongs, and the parallel branches already added to its value."""
         live = self._holding(shortcut)
         if live is not None:
             return live, ()
@@ -428,7 +428,7 @@ class Depth:
         return live, before
 
     def _written(self, shortcut: Tensor, branches: list[Tensor], alpha: float, site: int | None) -> Live:
-        """The stream of a shortcut, after the residual add."""
+        """Write branches to the stream of a shortcut."""
         live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
         if site is not None and live.stream.position != live.first + site:
@@ -446,7 +446,7 @@ class Depth:
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
         branches = _scaled(branches, alpha)
-        if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
+        if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
         live.stream = live.stream.write(*before, *branches)
         return live
@@ -460,15 +460,15 @@ class Depth:
         index: int | None = None,
         more: bool = False,
     ) -> Any:
-        """The state that the operations behind an add, its *post*, have made of its sum.
+        """Give the stream the state that the operations after an add, its *post*, made of the sum; return its value.
 
         Args:
-            state: that, or a tuple with it.
-            norm: what reads it first.
-            trunk: number of the trunk among the function's; or of several, of which one stream at a time comes here.
-            item: which of a tuple's tensors it is.
-            index: which of all that a tuple holds it is.
-            more: whether other operations may follow: it is the state if none does.
+            state: the state, or a tuple with it.
+            norm: the norm that reads it first.
+            trunk: number of the trunk among the function's; or numbers of several, only one of which waits for a state.
+            item: number of the state among a tuple's tensors.
+            index: number of the state among all items of a tuple.
+            more: whether other operations may follow; if none runs, this is the state.
         """
         numbers = (trunk,) if isinstance(trunk, int) else trunk
         trunks = [self.entries[number].trunk for number in numbers]
@@ -489,7 +489,7 @@ class Depth:
 
     def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
         live.stream = live.stream.push(self._tensor(part), more)
-        value, live.apart = live.read(norm), False  # made here: nobody else has projected it
+        value, live.apart = live.read(norm), False  # a new value, from which nothing was projected yet
         return part if more else value
 
     def _tensor(self, state: Any) -> Tensor:
@@ -501,15 +501,14 @@ class Depth:
         return state
 
     def reach(self, value: Any, to: int | None = None, *trunks: int) -> Any:
-        """What a variable holds behind an ``if`` or a loop in which adds and posts, or blocks, may not have run.
+        """The value of a variable after an ``if`` or a loop in which adds, posts or blocks may have been skipped.
 
-        Adds that did not run add nothing. Without those of a post, the sum is the state.
+        Skipped adds add nothing. If a post was skipped, the sum is the state.
 
         Args:
-            value: of the variable, perhaps in a container.
-            to: how many adds of this call come before; without it, a post was all that may not have run. -1: all adds
-                of the trunk.
-            trunks: numbers of those among the function's of which this is said. Without them all; for -1 the first.
+            value: the variable's value, perhaps in a container.
+            to: number of this call's adds up to here; -1: all adds of the trunk; None: only a post may be skipped.
+            trunks: numbers of the function's trunks that this concerns; default: all, or the first if ``to`` is -1.
         """
         return mapped(value, lambda part: self._reached(part, to, trunks))
 
@@ -540,25 +539,25 @@ class Depth:
         return value
 
     def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
-        """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
+        """``function(*values)``, which reshapes one of them; if it is a stream's value, all its states are reshaped."""
         live, held = self._held(values)
-        if live is None or live.stream.complete:  # behind the last add it is the output's alone
+        if live is None or live.stream.complete:  # after the last add, only the output is reshaped
             return function(*values)
         live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
 
     def copy(self, function: Callable[..., Any], *values: Any, factor: bool = False) -> Any:
-        """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too.
+        """``function(*values)``, a cast or clone: if one of them is a stream's value, so is the result.
 
         Args:
-            function, values: what is computed.
+            function, values: the function and its arguments.
             factor: whether it is a product with a factor that was 1 when the model was rewired.
 
         Raises:
-            OutOfOrder: the factor is another one now.
+            OutOfOrder: the factor is not 1 any more.
         """
         live, held = self._held(values)
-        # Where queries, keys and values read the stream apart, of each of them.
+        # For separate q/k/v inputs, it is computed for each of them.
         result = function(*values) if live is None or live.qkv is None else self.separate.apply(function, *values)
         if live is not None and factor:
             self._check_factor(function(*(1.0 if value is held else value for value in values)))
@@ -575,10 +574,10 @@ class Depth:
             )
 
     def apply(self, function: Callable[..., Any], *values: Any) -> Any:
-        """``function(*values)``, on the way from what was read to a branch.
+        """``function(*values)``, between a read and a branch.
 
-        A norm was perhaps computed together with the read. Where queries, keys and values read the stream apart, it
-        is computed for each of them.
+        If it is a norm that was computed together with the read, that result is returned. For separate q/k/v inputs,
+        it is computed for each of them.
         """
         live, held = self._held(values)
         if live is not None and len(values) == 1:
@@ -588,15 +587,15 @@ class Depth:
         return self.separate.apply(function, *values)
 
     def project(self, projection: Callable[..., Any], what: Any) -> Callable[..., Any]:
-        """``projection`` of an attention's queries, keys or values, which gets what these read.
+        """Wrap a projection of an attention, so that it gets the separate input of queries, keys or values.
 
         ``what`` is ``"q"``, ``"k"`` or ``"v"``; ``"qkv"`` for a torch.nn.MultiheadAttention; groups and sizes (`Fused`)
-        of one that makes all three; or, where one call is of several projections, what each of them is.
+        of one that makes all three; or a dict of these by projection, if one call is of several projections.
         """
         return self.separate.project(projection, what)
 
     def data(self, x: Any, *new: Any) -> Any:
-        """``x.data``, or ``x.data = new``; of a stream's value what shares its version counter, unlike that."""
+        """``x.data``, or ``x.data = new``; for a stream's value by `detach`, which shares its version counter."""
         root = _root(x) if isinstance(x, Tensor) else None
         if root is not None and any(_root(value) is root for live in self.live for value in live.values):
             return x.detach().copy_(*new) if new else x.detach()
@@ -605,7 +604,7 @@ class Depth:
         return x.data
 
     def _held(self, values: Sequence[Any]) -> tuple[Live | None, Any]:
-        """The stream that one of several values belongs to, and that value."""
+        """The stream to which one of several values belongs, and that value; (None, None) if none does."""
         for value in values:
             live = self._holding(value) if isinstance(value, Tensor) else None
             if live is not None:
@@ -613,7 +612,7 @@ class Depth:
         return None, None
 
     def _holding(self, value: Tensor) -> Live | None:
-        """The stream whose value is this very tensor."""
+        """The stream whose value is this tensor, by identity."""
         for live in self.live:
             for known in live.values:
                 if known is value:
@@ -621,21 +620,21 @@ class Depth:
         return None
 
     def _is_earlier(self, stream: Stream) -> bool:
-        """Whether it is another state of a stream that the function has begun with."""
+        """Whether ``stream`` is an earlier state of a stream that is open already."""
         return any(live.stream.weights is stream.weights and live.source is not stream for live in self.live)
 
     def _went_on(self, stream: Stream) -> Live | None:
-        """The stream that comes back as this one; None if a function that was called began it."""
+        """The open stream that comes back as ``stream``; None if a function that was called began it."""
         of_trunk = [live for live in self.live if live.trunk == stream.layout.trunk]
         same = [live for live in of_trunk if live.stream.weights is stream.weights]
         return next(iter(same), None) or next((live for live in of_trunk if live.given or live.stream.complete), None)
 
     def _of_trunk(self, trunk: str) -> Live | None:
-        """The stream of a trunk."""
+        """The open stream of a trunk."""
         return next((live for live in self.live if live.trunk == trunk), None)
 
     def _entry(self, stream: Stream) -> Entry | None:
-        """What the function knows of a stream's trunk."""
+        """The function's entry for a stream's trunk."""
         for entry in self.entries:
             if entry.trunk == stream.layout.trunk:
                 return entry
@@ -673,9 +672,9 @@ class Depth:
 
 
 def _may_end(live: Live, *called: Any) -> bool:
-    """Whether a call may have made the output of a stream's trunk: it runs blocks of it, or no module that we see.
+    """Whether a call may have ended a stream: it runs blocks of its trunk, or no module that can be seen here.
 
-    Under torch.compile streams cannot tell by themselves that they have ended inside a checkpoint.
+    Under torch.compile, a stream that ends inside a checkpoint cannot record that.
     """
     functions = [each.func if isinstance(each, functools.partial) else each for each in called]
     owners = [each.__self__ if inspect.ismethod(each) else each for each in functions]
@@ -685,12 +684,12 @@ def _may_end(live: Live, *called: Any) -> bool:
 
 
 def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:
-    """Arguments, one of which is a stream's value, with another tensor in its place."""
+    """Arguments with ``x`` in place of the stream's value."""
     return [x if any(value is arg for value in live.values) else arg for arg in args]
 
 
 def _root(x: Tensor) -> Tensor:
-    """What a view is a view of."""
+    """The tensor of which ``x`` is a view, or ``x`` itself."""
     base = viewed(x)
     return x if base is None else base
 
@@ -700,7 +699,7 @@ def _scaled(branches: list[Tensor], alpha: float) -> list[Tensor]:
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:
-    """A residual add as the original makes it."""
+    """A residual add as in the original."""
     for branch in branches:
         shortcut = torch.add(shortcut, branch, alpha=alpha)
     return shortcut

@@ -1,4 +1,4 @@
-"""What an edited function knows of its trunks: it stays on its module, as a plain attribute."""
+"""`Gate`: what an edited function knows of its trunks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rewire.runtime.stream import Stream
 class Gate:
     """What an edited function knows of its trunks.
 
-    A plain attribute of its module: no child, no parameters; copied and pickled along with it.
+    It is a plain attribute of the function's module, neither child nor parameter, and is copied and pickled with it.
 
     Args:
         block: path of the module, for messages.
         where: file and line of the function, for messages.
         entries: one for each stream that runs through the function.
-        function: a helper that is no method; it is called with the gate first.
-        advice: what more to say where a call takes another way than the one that was seen; a blank comes first.
+        function: a helper that is not a method; it is called with the gate as first argument.
+        advice: appended to errors about calls that take another path than the one that was seen; starts with a blank.
 
     Attributes:
-        helpers: gates of the module's functions that are no methods, by name: a helper may call others.
+        helpers: gates of the module's helpers that are not methods, by name: a helper may call others.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Gate:
         return self.function(self, *args, **kwargs)
 
     def on(self, instance: Any) -> Callable[..., Any]:
-        """The function as a method of an object: what takes the place of ``super().method``."""
+        """The function as a method of an object, in place of ``super().method``."""
         assert self.function is not None
         return functools.partial(self.function, self, instance)
 
     def enter(self) -> Depth:
-        """What one call of the function talks to."""
+        """A new `Depth` for one call of the function."""
         return Depth(self.block, self.where, self.entries, self.advice)
 
     @property
     def passes_stream(self) -> bool:
-        """Whether a stream comes in or goes out in place of hidden states."""
+        """Whether the function takes or returns a stream in place of hidden states."""
         return any(
             not entry.begins or adds < len(entry.connection.layout.units)
             for entry in self.entries
@@ -63,16 +63,16 @@ class Gate:
         )
 
     def reach(self, value: Any, to: int, *trunks: int) -> Any:
-        """`Depth.reach`, of a function that holds streams, not their values: the output of the trunks that end there.
+        """`Depth.reach` for a function whose variables hold streams: streams of trunks that end become their outputs.
 
         Args:
-            value: of a variable.
+            value: a variable's value.
             to: -1, the end.
-            trunks: which of the function's trunks end here; else the first. Where the model was cut, streams go on.
+            trunks: numbers of the trunks that end here; default: the first. If the model was cut, their streams go on.
 
         Raises:
             OutOfOrder: the hidden states were written to.
-            UnsupportedCall: gradients were on when it began and are off now, or the other way around.
+            UnsupportedCall: gradients were switched on or off since the stream began.
         """
         ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
 

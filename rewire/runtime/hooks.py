@@ -1,8 +1,8 @@
-"""Forward hooks where a stream passes: they get hidden states as tensors, and what they leave goes on.
+"""Forward hooks on modules that take or return streams: they see hidden states as tensors, and may change them.
 
-A `Stream` is no tensor, and cannot pass for one: C++ takes the word of ``isinstance`` for it that there is a tensor's
-memory. So it is not what users' hooks see. They get a copy of the hidden state, and the stream goes on with that copy,
-or with what the hook returned in its place (`Stream.shown`): values, writes of any kind to it, and gradients.
+A `Stream` is not a tensor, and must not pretend to be one: C++ code trusts ``isinstance``, and would read memory that
+is not there. So users' hooks get a copy of the hidden state instead. The stream goes on with that copy, or with what
+the hook returns for it (`Stream.shown`), so that returned values, in-place writes and gradients all take effect.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
 from rewire.torch_internals import forward_hooks, forward_pre_hooks, global_forward_hooks
 
-#: Packages whose hooks get streams. FSDP2 and checkpointing take them apart as pytrees; what transformers collects
-#: becomes tensors when the model returns it.
+#: Packages whose hooks get streams. FSDP2 and checkpointing flatten them as pytrees; those that transformers collects
+#: become tensors when the model returns them.
 _KNOW_STREAMS = ("torch", "transformers", "rewire")
 
 
 class SeeingTensors:
-    """A user's forward hook or pre-hook, on a module that hidden states pass.
+    """Wraps a user's forward hook or pre-hook on a module that takes or returns streams.
 
     Args:
-        hook: as it was registered.
+        hook: the hook, as it was registered.
         before: whether it is a pre-hook.
     """
 
@@ -41,7 +41,7 @@ class SeeingTensors:
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         if getattr(type(module), "is_rewires_own", False):
-            return None  # the original has no such module
+            return None  # the original model has no such module
         changing = len(given) if self.before else 1
         read, changed = given[: len(given) - changing], given[len(given) - changing :]
         shown = _Shown(self._name, module)
@@ -64,11 +64,11 @@ class SeeingTensors:
 
 
 class _Shown:
-    """The hidden states that one call of a hook got."""
+    """The hidden states that are shown to one call of a hook."""
 
     def __init__(self, hook: str, module: nn.Module) -> None:
         self.hook, self.module = hook, module
-        #: What passes, the tensor that the hook got for it, and what makes the same of another tensor.
+        #: A stream, the tensor that the hook got for it, and the function that makes a stream of the hook's tensor.
         self.places: list[tuple[Any, Tensor, Callable[[Tensor], Any]]] = []
 
     def show(self, passing: Stream | QKVInputs, _: Any) -> Tensor:
@@ -107,7 +107,7 @@ def _path(module: nn.Module) -> str:
 
 
 def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]:
-    """A hook that gets tensors, of one that a user registered."""
+    """Wrap a user's hook so that it gets tensors in place of streams."""
     inner = hook
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -117,7 +117,7 @@ def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]
 
 
 def registering(base: type) -> dict[str, Callable[..., Any]]:
-    """For a subclass of ``base`` whose modules streams pass: methods that register forward hooks, which get tensors."""
+    """Methods for a subclass of ``base`` that register forward hooks so that they get tensors in place of streams."""
 
     def of(name: str, before: bool) -> Callable[..., Any]:
         def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def registering(base: type) -> dict[str, Callable[..., Any]]:
 
 
 def show_tensors(pre_hooks: Any, hooks: Any) -> None:
-    """Let the hooks in torch's tables get tensors."""
+    """Wrap the hooks in these tables of torch, so that they get tensors in place of streams."""
     for table, before in ((pre_hooks, True), (hooks, False)):
         for key, hook in [*table.items()]:
             seeing = seeing_tensors(hook, before)
@@ -140,7 +140,7 @@ def show_tensors(pre_hooks: Any, hooks: Any) -> None:
 
 
 def as_registered(module: nn.Module) -> None:
-    """Give a module its hooks back as users registered them."""
+    """Unwrap a module's hooks."""
     for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         for key, hook in [*hooks.items()]:
             if isinstance(hook, SeeingTensors):
@@ -148,10 +148,10 @@ def as_registered(module: nn.Module) -> None:
 
 
 def show_tensors_to_global_hooks() -> None:
-    """Let hooks on all modules get tensors: nobody is told when they are registered, so look when a stream begins.
+    """Wrap global hooks. Torch does not tell when one is registered, so this looks whenever a stream begins.
 
     Raises:
-        UnsupportedCall: torch.compile is tracing, and there are some that were not there when the model ran before.
+        UnsupportedCall: torch.compile is tracing, and a global hook is new since the model last ran.
     """
     pre_hooks, hooks = global_forward_hooks()
     if not torch.compiler.is_compiling():

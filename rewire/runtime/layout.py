@@ -1,4 +1,4 @@
-"""What is fixed about a trunk: its topology, and the unit of each residual add."""
+"""`Layout`: what is fixed about a trunk."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from rewire.torch_internals import memory_of
 
 
 class Layout:
-    """What is fixed about a trunk: its topology, and which unit of the topology each residual add belongs to.
+    """What is fixed about a trunk: its topology, and the unit of each residual add.
 
-    A *site* is one residual add; a *unit* is what the topology connects: one site each at sublayer granularity, all
-    sites of a block at block granularity. A plain class rather than a dataclass: FSDP2 rebuilds every dataclass that
-    it meets in a block's inputs, and this object is shared by all streams of a trunk.
+    A *site* is one residual add; a *unit* is what the topology connects: one site at sublayer granularity, all sites of
+    a block at block granularity. A plain class rather than a dataclass: FSDP2 rebuilds every dataclass that it meets in
+    a block's inputs, and all streams of a trunk share this object.
 
     Args:
         trunk: name of the trunk, for error messages.
         topology: the formulas.
         units: unit number (1-based, non-decreasing) of each site.
-        width: channels of the hidden states, 0 if unknown.
+        width: number of channels of the hidden states, 0 if unknown.
         attention: units that have separate q/k/v inputs.
-        channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
-        posts: sites whose sum passes a norm or another operation before it is the new state.
+        channel_dim: dimension of the hidden states' channels; it is moved last for topologies with weights per channel.
+        posts: sites whose sum passes through a norm or another operation before it is the new state.
         loops: see `Trunk.loops`.
         overwritten: those of ``posts`` whose result the next residual add writes to in place.
 
     Attributes:
-        posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
-            one is behind the stream.
-        channels_are_last: whether the last dimension of hidden states as topologies see them is known to be channels.
-        observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
-            ``"write"``, the site, and its branch outputs; ``"skip"``, a site that did not run, and None; ``"view"``,
-            the position, and what gives other dimensions; ``"finish"``, the number of sites, and the output. All as
-            the model has hidden states.
+        posts: the argument, without the last site if the topology does not store sums as states: the stream then ends
+            before that site's post.
+        channels_are_last: whether the last dimension that topologies see is known to be the channels.
+        observe: called with each event of a stream, if set: ``"read"``, position, value; ``"write"``, site, branch
+            outputs; ``"skip"``, a site that did not run, None; ``"view"``, position, the reshaping function;
+            ``"finish"``, number of sites, output. All tensors are in the model's shape.
     """
 
     observe: Callable[[str, int, Any], None] | None = None
@@ -63,7 +62,7 @@ class Layout:
         self.overwritten = frozenset(overwritten)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
-        # weights of one number per state do not care, and moving would change the order of sums in the backward pass
+        # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
@@ -73,18 +72,18 @@ class Layout:
 
     @property
     def recurrence(self) -> Recurrence:
-        """The topology, where the model makes states of its sums, or a sum waits for a norm."""
+        """The topology as a `Recurrence`; only asked for where a sum becomes a state or waits for a norm."""
         recurrence = as_recurrence(self.topology)
         assert recurrence is not None
         return recurrence
 
     @property
     def keeps_branches(self) -> bool:
-        """Whether backward keeps what branches return: sums inside a unit are then made again of that."""
+        """Whether branch outputs are saved for backward, so that sums inside a unit can be recomputed from them."""
         return hasattr(getattr(self.topology, "merge", None), "repeatable")
 
     def makes_state(self, site: int) -> bool:
-        """Whether the operations behind a site make a state of the topology's, rather than what a branch reads next."""
+        """Whether a site's post makes a state of the topology, rather than what the next branch reads."""
         return self.closes_unit(site) and as_recurrence(self.topology) is not None
 
     def begins_unit(self, site: int) -> bool:
@@ -98,10 +97,10 @@ class Layout:
         return self.units[site] in self.dims.attention and self.begins_unit(site)
 
     def check_passes(self, first: int, end: int) -> None:
-        """Refuse to leave out these sites if a pass through a loop is among them: each has weights of its own.
+        """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.
 
         Raises:
-            OutOfOrder: one is.
+            OutOfOrder: a pass is skipped.
         """
         for start, adds, passes in self.loops:
             left_out = (min(end, start + adds * passes) - max(first, start)) // adds
@@ -109,7 +108,7 @@ class Layout:
                 raise self.other_passes(f"{passes - left_out} times", passes)
 
     def other_passes(self, ran: str = "more often", passes: int = 0) -> OutOfOrder:
-        """The error where a loop runs otherwise than when the model was rewired."""
+        """The error for a loop that does not run as often as when the model was rewired."""
         passes = passes or self.loops[-1][2]
         return OutOfOrder(
             f"trunk '{self.trunk}' goes on through a loop that ran {passes} times when the model was rewired, and runs "
@@ -119,31 +118,31 @@ class Layout:
 
     @property
     def advice(self) -> str:
-        """What to do about a loop, if the stream goes on through one; a blank comes first."""
+        """Advice for error messages, if the trunk has a loop; starts with a blank."""
         return (
             " With loop='restart', an option of rewire.compile, the stream begins anew in each pass through the loop, "
             "and there may be any number of them, with gradients or without."
         ) * bool(self.loops)
 
     def token(self, device: torch.device | str) -> Tensor:
-        """A hidden state of a single token, whose values mean nothing."""
+        """A hidden state of a single token, of zeros."""
         sizes = [1] * max(3, -self.channel_dim + 1)
         sizes[self.channel_dim] = self.dims.width or 1
         return torch.zeros(sizes, device=device)
 
     def channels_last(self, x: Tensor) -> Tensor:
-        """A view of a hidden state as topologies see it, [..., D]."""
+        """A hidden state as topologies see it, [..., D]: a view."""
         return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
 
     def restored(self, x: Tensor) -> Tensor:
-        """A view of [..., D] as the model's blocks see it."""
+        """A tensor [..., D] as the model's blocks see it: a view."""
         return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)
 
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
-        """The states in other dimensions: ``view``, which takes hidden states as blocks see them, of each.
+        """All states, reshaped by ``view``, which takes hidden states as blocks see them.
 
         Raises:
-            UnsupportedCall: channels are in another dimension then, and the topology keeps values of tokens, too.
+            UnsupportedCall: the channels move to another dimension, and the topology also keeps values of tokens.
         """
         if self.channel_dim == -1:
             return self.topology.viewed(states, view)
@@ -157,7 +156,7 @@ class Layout:
         return self.topology.viewed(states, lambda x: self.channels_last(view(self.restored(x))))
 
     def _stay(self, view: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-        """Whether channels are where they were: sizes tell, and where those are the same, strides of a view do."""
+        """Whether channels stay in their dimension: compares sizes, and for a view of equal size also strides."""
         dim, seen = self.channel_dim, view(x)
         if seen.dim() < -dim or seen.shape[dim] != x.shape[dim]:
             return False

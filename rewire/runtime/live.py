@@ -1,4 +1,4 @@
-"""One residual stream inside one call of an edited forward, and what the function knows of its trunk."""
+"""`Live`: a stream inside one call of an edited forward; `Entry`: what the function knows of its trunk."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Entry:
     """What one function knows of one trunk.
 
     Attributes:
-        trunk: its name.
-        connection: of this trunk.
-        begins: whether the function stands at the start of the trunk, and the connection begins the stream there.
-        adds: for each position of the stream at which the function may be called, the adds that it makes then.
-        ordered: whether each of them has one place among these, so that a call may leave some out.
-        outside: whether it is also called outside of trunks, with plain tensors.
-        read_below: whether what the function calls is the first to read the stream that begins in it.
+        trunk: name of the trunk.
+        connection: the trunk's connection.
+        begins: whether the trunk starts in the function, so that its connection begins the stream there.
+        adds: number of adds that a call makes, for each stream position at which the function may be called.
+        ordered: whether each add has a fixed number among these, so that a call may skip some.
+        outside: whether the function is also called outside of trunks, with plain tensors.
+        read_below: whether the stream begins in the function, but a function that it calls reads it first.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
-        held: the module that owns the trunk, and the name of the connection there; None where that is not asked.
+        held: the module that owns the trunk, and the connection's name there; None if it need not be looked up.
     """
 
     trunk: str
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def in_use(self) -> Connection:
-        """The connection, or what PEFT has put in its place: the weights of an adapter, for as long as it is active."""
+        """The connection, or the copy with an adapter's weights with which PEFT replaces it while that is active."""
         if self.held is None:
             return self.connection
         owner, name = self.held
@@ -52,14 +52,14 @@ class Entry:
         return found
 
     def adds_none(self, stream: Stream) -> bool:
-        """Whether a call has made no add of a trunk that the function holds whole: then it is no call of the trunk.
+        """Whether a call has made no add although the function holds the whole trunk: then the trunk did not start.
 
-        A function that calls itself may get the trunk's output last, and hands it back.
+        A recursive function may get the trunk's output in its last call, and return it.
         """
         return stream.position == 0 and self.adds.get(0) == len(stream.layout.units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        """A copy; in a block that is copied by itself, without the whole trunk, it holds nothing of that."""
+        """A copy, which refers to the trunk's owner only if that is copied, too."""
         held = self.held
         if held is not None:
             held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None
@@ -68,24 +68,24 @@ class Entry:
 
 
 class Live:
-    """A stream inside a function.
+    """A stream that is open inside one call of a function.
 
     Attributes:
-        stream: after what was read last.
-        unread: before that.
-        values: tensors that are its value: what was read, and casts of it.
-        versions: of each of them, when it was made.
-        recorded: whether each of them had gradients then.
-        trunk: its name.
-        source: what came in: a stream, or the tensor that the trunk starts with.
-        norm, normed: a module, and what it makes of the value, if both were computed together.
+        stream: the stream after the last read.
+        unread: the stream before the last read.
+        values: tensors that stand for the stream's value: the value that was read, and casts of it.
+        versions: version counter of each of the values when it was made.
+        recorded: whether each of the values required gradients then.
+        trunk: name of the trunk.
+        source: the stream that came in, or the tensor with which the trunk starts.
+        norm, normed: a norm and its output for the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called began the stream.
         start: position of the stream when it came in.
-        first: number of the first add that the function, or what it calls, makes: 0 if the trunk starts in there.
-        qkv: what an attention reads, if it has separate q/k/v inputs.
-        apart: whether what projects these, or what holds the projections, was given them.
-        given: whether a function that was called has the stream now.
-        parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
+        first: position before the first add of the function or its callees: 0 if the trunk starts in there.
+        qkv: the separate q/k/v inputs of an attention, if it has these.
+        apart: whether these inputs have been passed to the projections, or to the module that holds them.
+        given: whether a called function has the stream now.
+        parts: sums of the value and some parallel branches of the next residual add, with these branches.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
@@ -104,33 +104,33 @@ class Live:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the value was written to in place, or cut off from its gradients, after it was read."""
+        """Whether the value was written to or detached in place after it was read."""
         for value, had in zip(self.values, self.recorded, strict=True):
             if had and not value.requires_grad:
                 return True
         held = self.stream.held
-        if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
+        if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
             lent = held.reading is not None and held.sum is held.reading.parts[0]
             return lent and written_since(self.values[0], self.versions[0])
         return any(map(written_since, self.values, self.versions))
 
     def also(self, value: Tensor) -> None:
-        """A cast or a clone of the value is the stream's value, too."""
+        """Add a cast or clone of the value to the tensors that stand for it."""
         self.values.append(value)
         self.versions.append(version(value))
         self.recorded.append(value.requires_grad)
 
     def normed_by(self, norm: Any, value: Tensor) -> Tensor | None:
-        """What ``norm`` makes of the value, if it was computed when that was read."""
+        """The output of ``norm`` for the value, if it was computed together with the read."""
         same = self.norm is norm and value is self.values[0] and not written_since(value, self.versions[0])
         return self.normed if same else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
-        """The value; with a norm, what that makes of it is computed, too."""
+        """Read the value; with a norm, its output is computed together with it."""
         stream = self.unread = self.stream
         in_post = isinstance(stream.held, Post)
         if not in_post and torch.is_grad_enabled() != stream.weights.recorded:
-            stream.check_recorded()  # of a sum by itself a statistic may be made without gradients
+            stream.check_recorded()  # but statistics of a mere sum may be computed under no_grad
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if norm is not None and stream.position == 0 and stream.placement is None:
@@ -149,7 +149,7 @@ class Live:
         else:
             read, self.stream = stream.read()
             self.qkv = read if isinstance(read, QKVInputs) else None
-            self.apart = isinstance(stream.held, Reading)  # by the function that handed it on
+            self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
         self.values, self.versions, self.recorded = [value], [version(value)], [value.requires_grad]
         return value

@@ -1,4 +1,4 @@
-"""Arguments and results with tensors and streams somewhere inside them: in containers and dataclasses."""
+"""Maps over arguments and results that have tensors and streams inside containers and dataclasses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rewire.topologies.base import QKVInputs
 
 
 def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any:
-    """``value`` with tensors and streams in it changed; the same object if none is.
+    """Apply ``change`` to all tensors and streams in ``value``; returns the same object if nothing changes.
 
     Args:
-        value: tensors and streams in tuples, lists, dicts and dataclasses, or alone.
-        change: what is done to each.
-        fresh: whether lists and dataclasses with a change in them are new ones. Else they change in place, as
-            dictionaries do: whoever holds them may read them there. Tuples and frozen dataclasses are new ones always.
+        value: a tensor or stream, or tuples, lists, dicts and dataclasses of these.
+        change: called with each tensor or stream.
+        fresh: whether to copy changed lists and dataclasses. Otherwise they change in place, as dicts always do, since
+            their other holders may read them. Changed tuples and frozen dataclasses are always copied.
     """
     if isinstance(value, (Tensor, Stream)):
         return change(value)
@@ -51,33 +51,33 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
 
 
 def is_container(value: Any) -> bool:
-    """Whether `mapped` looks into it."""
+    """Whether `mapped` looks inside ``value``."""
     return isinstance(value, (tuple, list, dict)) or (
         _is_instance_of_dataclass(value) and not isinstance(value, (Tensor, Stream))
     )
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Whether nothing was changed; of tuples and lists item by item, as Dynamo cannot tell two of them apart."""
+    """Whether nothing was changed; compares tuples and lists by item, as Dynamo does not know their identity."""
     if isinstance(old, (tuple, list)):
         return all(_same(one, other) for one, other in zip(new, old, strict=True))
     return new is old
 
 
 def _is_instance_of_dataclass(value: Any) -> bool:
-    if value is None or isinstance(value, type):  # None: Dynamo 2.11 cannot look at its class
+    if value is None or isinstance(value, type):  # None: Dynamo 2.11 cannot inspect its class
         return False
     return dataclasses.is_dataclass(value)
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What a dataclass was made of, by name."""
+    """The init arguments of a dataclass instance, by name."""
     held = attributes(value)
     return {field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held}
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """What an instance of a dataclass holds, by name; no code of its class is run, which may raise."""
+    """The fields of a dataclass instance, by name, read without running its class's code, which may raise."""
     held = vars(value) if hasattr(value, "__dict__") else {}
     names = [field.name for field in dataclasses.fields(value) if field.name not in held]
     slots = [name for name in names if isinstance(getattr(type(value), name, None), MemberDescriptorType)]
@@ -85,9 +85,9 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """``value`` with ``change(stream, item)`` for each item that stands where ``passing`` has a stream.
+    """``value`` with ``change(stream, item)`` for each item at whose place ``passing`` has a stream.
 
-    Containers with a change in them are new ones; ``value`` stays as it is.
+    Changed containers are copied; ``value`` itself is not changed.
     """
     if isinstance(passing, (Stream, QKVInputs)):
         return change(passing, value)
@@ -111,7 +111,7 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def tensors_and_streams(value: Any) -> list[Any]:
-    """The tensors and streams in a value, in the order in which `mapped` comes to them."""
+    """The tensors and streams in a value, in the order of `mapped`."""
     found: list[Any] = []
 
     def keep(part: Any) -> Any:
@@ -123,13 +123,13 @@ def tensors_and_streams(value: Any) -> list[Any]:
 
 
 def with_item(value: Any, item: int | None, index: int | None, change: Callable[[Any], Any]) -> Any:
-    """``change(value)``; of a tuple or list, what a number says changed, or the only tensor in it.
+    """``change(value)``; for a tuple or list, the same with one item changed: by default its only tensor.
 
     Args:
-        value: what is changed.
-        item: number of a tensor in it.
-        index: number of an item in it.
-        change: how.
+        value: the tensor, or a tuple or list with it.
+        item: number of the item among the tensors.
+        index: number of the item among all items.
+        change: called with the item.
     """
     if not isinstance(value, (tuple, list)):
         return change(value)
@@ -143,5 +143,5 @@ def with_item(value: Any, item: int | None, index: int | None, change: Callable[
 
 
 def like(value: Any, items: Sequence[Any]) -> Any:
-    """A tuple, named tuple or list like ``value``, of other items."""
+    """A tuple, named tuple or list of the type of ``value``, with other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

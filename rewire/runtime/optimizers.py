@@ -1,4 +1,4 @@
-"""Look once, at an optimiser's first step, whether it treats connection weights as it should."""
+"""Warnings, at an optimiser's first step, if it treats connection weights wrongly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def known(connection: nn.Module) -> None:
-    """Let optimisers that get the weights of a connection be looked at."""
+    """Have optimisers checked that get the weights of this connection."""
     _CONNECTIONS.add(connection)
     _watch()
 
@@ -47,7 +47,7 @@ _WHY = {
 
 
 def _mistakes(optimizer: Optimizer) -> dict[str, list[str]]:
-    """What an optimiser does to connection weights that it should not, and to which of them."""
+    """What an optimiser wrongly does to connection weights -> their names."""
     named = {id(parameter): (name, matrix) for name, parameter, matrix in _weights()}
     found: dict[str, list[str]] = {}
     for group in optimizer.param_groups:
@@ -61,7 +61,7 @@ def _mistakes(optimizer: Optimizer) -> dict[str, list[str]]:
 
 
 def _weights() -> Iterator[tuple[str, Any, bool]]:
-    """Learned connection weights: name, parameter, and whether it is a matrix, for which decay may be meant."""
+    """All learned connection weights: name, parameter, and whether it is a matrix, whose decay may be intended."""
     connections: list[Any] = [*_CONNECTIONS]
     for connection in connections:
         layout = connection.layout

@@ -1,4 +1,4 @@
-"""Branches of a part of a residual stream: ``x[rows] += f``."""
+"""Branches that are added to a part of a stream: ``x[rows] += f``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Parts:
-    """``parts[rows](f)`` is a function that stores ``f`` in rows of what it gets: of zeros, it makes a branch."""
+    """``parts[rows](f)`` is a function that stores ``f`` in rows of its argument: from zeros, it makes a branch."""
 
     def __getitem__(self, index: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
         def branch(f: Any) -> Callable[[Tensor], Tensor]:

@@ -1,7 +1,7 @@
-"""Connection weights taken apart by unit, as the stages of a pipeline hold them.
+"""Connection weights split by unit, as pipeline stages hold them.
 
-The rows of weight ``w`` that unit t alone uses are a parameter ``w_t`` there: names that do not depend on the cuts, so
-that a checkpoint fits any number of stages.
+The rows of weight ``w`` that only unit t uses are a parameter ``w_t``. These names do not depend on the cuts, so a
+checkpoint fits any number of stages.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-#: By name, how many rows each of the units 1..T + 1 has.
+#: Weight name -> number of rows of each of the units 1..T + 1.
 Rows = Mapping[str, Sequence[int]]
 
 
 def pieces(rows: Rows) -> dict[str, tuple[str, int]]:
-    """Names of all pieces: of which weight, and of which unit."""
+    """Name of each piece -> its weight's name, and its unit."""
     return {f"{name}_{t}": (name, t) for name, sizes in rows.items() for t, n in enumerate(sizes, start=1) if n}
 
 
 def apart(values: Mapping[str, Tensor], rows: Rows) -> dict[str, Tensor]:
-    """Weights by name, those that have rows in pieces."""
+    """Split the weights that have rows into pieces; keep the others."""
     found = {name: value for name, value in values.items() if name not in rows}
     for name in values.keys() & rows.keys():
         of_units = enumerate(values[name].split(list(rows[name])), start=1)
@@ -30,12 +30,12 @@ def apart(values: Mapping[str, Tensor], rows: Rows) -> dict[str, Tensor]:
 
 
 def together(values: Mapping[str, Tensor], rows: Rows, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The opposite: what there is of each weight, of no, some or all units.
+    """Join the pieces of each weight that are there: those of no, some or all units.
 
     Args:
-        values: weights by name, and pieces.
+        values: weights and pieces, by name.
         rows: as above.
-        shapes: of one row, by name.
+        shapes: shape of one row, by weight name.
     """
     known = pieces(rows)
     found = {name: value for name, value in values.items() if name not in known}

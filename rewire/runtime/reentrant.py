@@ -1,4 +1,4 @@
-"""Where a model runs blocks inside an autograd function, as re-entrant activation checkpointing does."""
+"""Detects blocks that run inside an autograd function, as with re-entrant activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import CodeType, FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
-#: What to do about it.
+#: Advice for error messages about it.
 USE = "use torch.utils.checkpoint.checkpoint(.., use_reentrant=False), or set the flag that the model has for it"
-#: What to do about an add inside an autograd function.
+#: Advice for error messages about an add inside an autograd function.
 ADD_OUTSIDE = (
     f"if that is activation checkpointing, {USE}; if it is a fused add and norm, switch that off, or add outside of it"
 )
@@ -21,7 +21,7 @@ _EDITED = " (rewired "
 
 
 def forwards() -> set[CodeType]:
-    """The code of the forward of each autograd function: ``apply``, which calls it, has no frame from torch 2.14 on."""
+    """Code objects of the forwards of all autograd functions; since torch 2.14, ``apply`` itself has no frame."""
     classes: list[type] = [torch.autograd.Function]
     for known in classes:
         classes += known.__subclasses__()
@@ -30,7 +30,7 @@ def forwards() -> set[CodeType]:
 
 
 def where_reentrant() -> str:
-    """The call of the autograd function that is running, as a sentence; empty if there is none."""
+    """A sentence that names the running call of an autograd function; empty if there is none."""
     frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
     inside, known = False, forwards()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Separate q/k/v inputs in an edited forward: one tensor stands for the values of queries, keys and values."""
+"""Separate q/k/v inputs in an edited forward, where one tensor stands for all three."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _Kwargs: TypeAlias = dict[str, Any]
 
 
 class SeparateInputs:
-    """What a function reads by `QKVInputs`, behind the tensors that stand for them.
+    """The `QKVInputs` of one call of a function, each with the tensor that stands for it in the function's variables.
 
     Args:
-        block, where: of the function, for messages.
-        live: its streams.
+        block, where: as in the function's `Gate`, for messages.
+        live: the open streams of the call.
     """
 
     def __init__(self, block: str, where: str, live: list[Live]) -> None:
         self.block, self.where, self.live = block, where, live
-        self._known: list[tuple[Tensor, QKVInputs]] = []  # the tensor that stands for them, and they
-        self._side_by_side = False  # whether such values came in as one tensor
+        self._known: list[tuple[Tensor, QKVInputs]] = []  # each with the tensor that stands for it
+        self._side_by_side = False  # whether such inputs came in concatenated
 
     def open(self, value: Any, width: int | None) -> Any:
-        """`Depth.open` of what came in for all three: the tensor that stands for them."""
+        """`Depth.open` for an argument that holds all three inputs: the tensor that stands for them."""
         if isinstance(value, Tensor) and width is not None and value.shape[-1] == 3 * width:
             q, k, v = value.chunk(3, -1)
             value, self._side_by_side = QKVInputs(q, k, v, residual=q), True
@@ -48,12 +48,12 @@ class SeparateInputs:
         return value.residual
 
     def apply(self, function: Callable[..., Any], *values: Any) -> Any:
-        """`Depth.apply`: ``function(*values)``, for queries, keys and values each; a norm may have copies for these.
+        """`Depth.apply`: ``function(*values)`` for queries, keys and values each; a norm may have a copy for each.
 
         Raises:
             OutOfOrder: there is no tensor among the values.
         """
-        values = tuple(self.open(value, None) for value in values)  # those of a function inside a forward
+        values = tuple(self.open(value, None) for value in values)  # arguments of a function inside a forward
         known = next(filter(None, map(self._qkv, _tensors(values))), None)
         if known is None:
             if next(_tensors(values), None) is None:
@@ -76,7 +76,7 @@ class SeparateInputs:
         return made[3]
 
     def _of_way(self, value: Any, way: str) -> Any:
-        """``value`` with what queries, keys or values read in place of what stands for it."""
+        """``value``, with the input of queries, keys or values in place of the tensor that stands for all."""
         if isinstance(value, (tuple, list)):
             items = [self._of_way(item, way) for item in value]
             return value if _identical(items, value) else like(value, items)
@@ -84,10 +84,10 @@ class SeparateInputs:
         return value if qkv is None else getattr(qkv, way)
 
     def through(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`Depth.through`, of what holds projections: what stands for all three values goes in as these.
+        """`Depth.through` for a module that holds projections: it gets the `QKVInputs`.
 
-        On the ranks of a mesh as one tensor, side by side: parallel styles gather the arguments of an attention, which
-        have to be tensors, and one call then gathers all three.
+        On a device mesh it gets them concatenated: parallel styles gather the arguments of an attention, which have to
+        be tensors, and this takes one call instead of three.
         """
         side_by_side = self._side_by_side or any(live.stream.on_mesh for live in self.live)
 
@@ -123,24 +123,24 @@ class SeparateInputs:
         return call
 
     def _each(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        """The arguments of a torch.nn.MultiheadAttention, with what each of the three is projected from."""
+        """The arguments of a torch.nn.MultiheadAttention, with the separate input for each of the three."""
         names = {"query": "q", "key": "k", "value": "v"}
         given = [self._input(value, way) for value, way in zip(args, "qkv", strict=False)]
         named = {name: self._input(kwargs[name], names[name]) for name in kwargs.keys() & names.keys()}
         return (*given, *args[len(given) :]), {**kwargs, **named}
 
     def _input(self, value: Any, way: str) -> Any:
-        """What queries, keys or values are projected from."""
+        """The separate input of queries, keys or values, if ``value`` stands for one."""
         qkv = self._projected(value)
         return value if qkv is None else getattr(qkv, way)
 
     def _given(self, qkv: QKVInputs, x: Tensor, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        """Arguments with ``x`` in place of what stands for the three."""
+        """Arguments with ``x`` in place of the tensor that stands for the three."""
         own = lambda value: x if value is qkv or self._qkv(value) is qkv else value  # noqa: E731
         return tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
 
     def _fused(self, projection: Callable[..., Any], layout: Fused, args: _Args, kwargs: _Kwargs) -> Any:
-        """``projection(*args, **kwargs)``, with the features of each of the three from its own value."""
+        """``projection(*args, **kwargs)``, where queries, keys and values are each projected from their own input."""
         qkv = self._projected(*args, *kwargs.values())
         if qkv is None:
             return projection(*args, **kwargs)
@@ -156,13 +156,13 @@ class SeparateInputs:
             return project_fused(whole, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
 
     def _projected(self, *values: Any) -> QKVInputs | None:
-        """What a projection is to read that is given these values, if there are separate inputs in this call.
+        """The separate inputs for a projection with these arguments; None if this call has none.
 
         Raises:
-            OutOfOrder: there are, and none of the values was made of them.
+            OutOfOrder: there are separate inputs, but none of the arguments stands for them.
         """
         for value in values:
-            qkv = self._taken(self.open(value, None))  # that of a function inside a forward
+            qkv = self._taken(self.open(value, None))  # the argument of a function inside a forward
             if qkv is not None:
                 return qkv
         if self._known or any(live.qkv is not None for live in self.live):
@@ -170,7 +170,7 @@ class SeparateInputs:
         return None
 
     def _taken(self, value: Any) -> QKVInputs | None:
-        """`_qkv`, where a projection, or what holds the projections, gets them."""
+        """`_qkv` for a projection, or a module that holds projections: marks the inputs as used."""
         qkv = self._qkv(value)
         for live in self.live if qkv is not None else ():
             live.apart = True
@@ -194,7 +194,7 @@ class SeparateInputs:
 
 
 def _weights(input: Any, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Those of `torch.nn.functional.linear`'s arguments, whose names these are."""
+    """Weight and bias among the arguments of `torch.nn.functional.linear`."""
     return weight, bias
 
 
@@ -205,7 +205,7 @@ def _called(function: Callable[..., Any], given: Sequence[Any]) -> Any:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Tensors among values, and in tuples and lists among them."""
+    """The tensors among values, including those in nested tuples and lists."""
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _tensors(value)

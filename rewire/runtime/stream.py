@@ -1,8 +1,8 @@
 """The residual stream as a value.
 
-Between the blocks of a rewired model, the variable that used to hold ``hidden_states`` holds a `Stream`. It carries
-all that the topology needs, so that blocks keep no state: two interleaved forwards, or a checkpoint's replay, cannot
-disturb each other.
+Between the blocks of a rewired model, the variable that held ``hidden_states`` holds a `Stream`. It carries everything
+that the topology needs, and blocks keep no state, so two interleaved forwards, or the recomputation of a checkpoint,
+do not disturb each other.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, 
 
 
 class Weights:
-    """A box around the effective connection weights.
+    """A box around the effective connection weights, shared by all streams of one forward of a trunk.
 
-    It hides them from code that casts every tensor in a block's inputs (FSDP2's mixed precision): they have to stay
-    float32.
+    The box hides the weights from code that casts every tensor in a block's inputs (FSDP2's mixed precision): they have
+    to stay float32.
 
     Attributes:
         value: the effective weights.
-        learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
-        recorded: whether autograd recorded how.
-        ended: whether a trunk's output was made with them.
-        format: how hidden states lie in memory in the model itself, where sums of them might not: it may take views of
-            them, and random numbers are drawn in the order of memory.
-        loans: values of streams that others read between the last block and the next, and how often they had been
-            written to. (Here, as this object is all that streams of one forward share.)
+        learned: the learned weights behind them, by name: pipelines send these to later stages.
+        recorded: whether autograd was on when they were computed.
+        ended: whether the trunk has made its output.
+        format: memory format that values have to get, if sums might have another than the model's hidden states: the
+            model may take views of them, and random numbers are drawn in memory order.
+        loans: values of streams that were read between blocks, each with its version counter then.
     """
 
     __slots__ = ("ended", "format", "learned", "loans", "recorded", "value")
@@ -56,12 +55,12 @@ class Weights:
 
 @dataclasses.dataclass(eq=False)  # as Stream
 class Reading:
-    """A branch of the next unit is running.
+    """Held by a stream while a branch of the next unit is running.
 
     Attributes:
-        parts: what it has read, or tensors that this is the sum of (in a unit of several sites ``r + f_1 + ...``).
+        parts: the tensors whose sum the branch reads: one, or ``r, f_1, ...`` inside a unit of several sites.
         branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
-        qkv: what was read, if queries, keys and values have inputs of their own.
+        qkv: what was read, if queries, keys and values have separate inputs.
     """
 
     parts: tuple[Tensor, ...]
@@ -71,10 +70,10 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unsummed:
-    """The state of the last unit was not computed yet: it waits for the norm of the next read, for one kernel for both.
+    """Held by a stream whose last state is yet to be computed, by one kernel together with the norm of the next read.
 
     Attributes:
-        branches: outputs of the unit's branches.
+        branches: outputs of the last unit's branches.
     """
 
     branches: tuple[Tensor, ...]
@@ -82,13 +81,13 @@ class Unsummed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Post:
-    """The model makes the next state of the last add's sum, as in post-norm blocks, and `Stream.push` is to bring it.
+    """Held by a stream until `Stream.push`: the model makes the next state of the last add's sum, as post-norms do.
 
     Attributes:
-        sum: of the add, or what its post has made of it so far.
-        reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
-            sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
-            it writes.
+        sum: the sum, or what its post has made of it so far.
+        reading: set if the sum is not the topology's next state (it keeps streams or increments, or the unit goes on),
+            but what the next branch reads. That branch then reads the post's result instead, and the difference is
+            added to what it writes.
     """
 
     sum: Tensor
@@ -96,21 +95,21 @@ class Post:
 
 
 class Begun(Post):
-    """Operations of the post have made another tensor of the sum already, and more may follow."""
+    """A `Post` in which some operations have already made a new tensor of the sum, and more may follow."""
 
 
-@dataclasses.dataclass(eq=False)  # nobody changes one; frozen, it would take three times as long to make
+@dataclasses.dataclass(eq=False)  # not changed after __init__, but frozen=True would make that three times as slow
 class Stream(TensorLike):
-    """The state of the residual stream after ``position`` residual adds.
+    """The residual stream after ``position`` residual adds.
 
     Attributes:
         states: the tensors of the topology.
-        held: what there is beside them: None if the last unit is written, and the next one has not read.
-        weights: effective connection weights, computed once per forward when the stream began.
+        held: what the stream holds besides its states; None if the last unit is written, and the next has not read.
+        weights: effective connection weights, computed once per forward when the stream begins.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
-        placement: where the model's hidden states lie on a device mesh, if anything is known. All tensors that the
-            stream holds are plain local ones: what it is given is unwrapped, and what it returns is wrapped.
+        placement: where the model's hidden states lie on a device mesh; None if unknown. The stream itself holds only
+            plain local tensors: it unwraps what it is given, and wraps what it returns.
     """
 
     states: States
@@ -129,10 +128,10 @@ class Stream(TensorLike):
         placement: Placement | None = None,
         learned: Mapping[str, Tensor] | None = None,
     ) -> Stream:
-        """The stream of a trunk whose input is ``x``; ``weights`` are the topology's effective ones, of ``learned``.
+        """The stream of a trunk with input ``x`` and effective ``weights``, computed from ``learned``.
 
         Raises:
-            WidthMismatch: the topology has weights per channel, and ``x`` does not have as many channels.
+            WidthMismatch: the topology has weights per channel, and ``x`` has another number of channels.
         """
         width, dim = layout.dims.width, layout.channel_dim
         if x.is_nested:
@@ -162,23 +161,23 @@ class Stream(TensorLike):
 
     @property
     def in_post(self) -> bool:
-        """Whether `push` is to bring the state that the model makes of the last add's sum."""
+        """Whether the stream waits for `push`: the model makes the next state of the last add's sum."""
         return isinstance(self.held, Post)
 
     @property
     def reading(self) -> Reading | None:
-        """What was read for the next branch, if anything."""
+        """The last read, if its branch is still running."""
         held = self.held
         return held if isinstance(held, Reading) else held.reading if isinstance(held, Post) else None
 
     @property
     def at_rest(self) -> bool:
-        """Whether the stream consists of its states, and nothing has been read or waits."""
+        """Whether the stream holds only its states: nothing has been read or waits."""
         return self.held is None
 
     @property
     def template(self) -> Tensor:
-        """A tensor with the hidden states' shape, dtype and device; its values mean nothing."""
+        """A tensor with the hidden states' shape, dtype and device, and arbitrary values."""
         template = self.layout.topology.template(self.states)
         return template if self.layout.channel_dim == -1 else self.layout.restored(template)
 
@@ -195,10 +194,10 @@ class Stream(TensorLike):
         return self._out(self.template).shape
 
     def read(self) -> tuple[Tensor | QKVInputs, Stream]:
-        """What the next branch sees, and the stream to `write` to.
+        """What the next branch reads, and the stream to `write` to.
 
-        That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `QKVInputs`, one value
-        each for its queries, keys and values.
+        The read is the topology's ``r_t``, or inside a unit the sum so far. An attention may get `QKVInputs`, with
+        separate values for its queries, keys and values.
         """
         if isinstance(self.held, Reading) and self.held.qkv is not None:
             return self._out(self.held.qkv), self
@@ -211,13 +210,13 @@ class Stream(TensorLike):
         return self._out(value), self._read_as(states, value.residual, value)
 
     def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
-        """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
+        """`read` together with the output of ``norm``: in one kernel, if the value is a sum yet to be computed.
 
         Not for separate q/k/v inputs.
         """
         layout, (due, states) = self.layout, self._due()
         assert not isinstance(due, QKVInputs)
-        if self.wraps:  # the norm is called on what the model's other modules see
+        if self.wraps:  # the norm takes a DTensor, like the model's other modules
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
@@ -227,7 +226,7 @@ class Stream(TensorLike):
         return value, normed, self._read_as(states, value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, States]:
-        """What the next branch reads, perhaps yet to be computed, and the states of the stream then."""
+        """What the next branch reads, perhaps a sum yet to be computed, and the states after the read."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
@@ -245,14 +244,14 @@ class Stream(TensorLike):
         return value if as_it_is else self._restored(materialize(value)), states
 
     def _restored(self, x: Tensor) -> Tensor:
-        """[..., D] as the model's blocks see it."""
+        """A tensor [..., D] as the model's blocks see it."""
         x, format = self.layout.restored(x), self.weights.format
-        if format is None or x.dim() != _DIMS.get(format, x.dim()):  # pictures may be rows by now
+        if format is None or x.dim() != _DIMS.get(format, x.dim()):  # the model may have flattened images
             return x
         return x.contiguous(memory_format=format)
 
     def _read_as(self, states: States, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
-        """The stream when ``value`` has been read, with the states of `_due`."""
+        """The stream after reading ``value``, with the states of `_due`."""
         held = self.held
         if isinstance(held, Unsummed):
             stream = self._pushed(value)
@@ -262,9 +261,9 @@ class Stream(TensorLike):
         return self._with(states, Reading((value,), held.branch if isinstance(held, Reading) else None, qkv))
 
     def value(self) -> Tensor:
-        """The hidden state that the model would have here, for others than the next block or what follows the trunk.
+        """The hidden state that the model would have here, for code other than the next block or the trunk's end.
 
-        Left to autograd: a part of their gradients goes where only one read has a place.
+        Gradients of this extra read are left to autograd: rewire's own backward functions expect one read of a state.
         """
         if isinstance(self.held, Post):
             return self._out(self.held.sum)
@@ -277,7 +276,7 @@ class Stream(TensorLike):
         return value.residual if isinstance(value, QKVInputs) else value
 
     def unread(self) -> Tensor:
-        """What stands for the stream at the end of a pipeline's stage, where the next one reads: not a number."""
+        """A tensor of NaN that stands for the stream at the end of a pipeline stage, where the next stage reads."""
         return self._out(self.template.new_full((), torch.nan).expand(self.template.shape))
 
     def lent(self) -> Tensor:
@@ -287,10 +286,10 @@ class Stream(TensorLike):
         return value
 
     def check_loans(self) -> None:
-        """Refuse to go on where a value that was read was written to: the states would not change with it.
+        """Check that lent values were not written to in place: the states would not change with them.
 
         Raises:
-            OutOfOrder: it was.
+            OutOfOrder: one was.
         """
         if self.weights.loans:
             written = any(written_since(*loan) for loan in self.weights.loans)
@@ -299,10 +298,10 @@ class Stream(TensorLike):
                 raise self.written_to("through a view")
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
-        """The hidden state that the model would have here, and what makes the stream that goes on with another one.
+        """The hidden state that the model would have here, and a function that replaces it and returns the new stream.
 
-        A newest state that the next unit reads as it is becomes the other one. Where that unit reads a mix, it reads
-        the other one, and their difference is part of what it writes, as if a branch of it had returned that.
+        If the next unit reads the newest state unchanged, that state is replaced. If it reads a mix, what it reads is
+        replaced, and the difference is added to what it writes, as if one of its branches had returned it.
         """
         stream = self.summed()
         if isinstance(stream.held, Post):
@@ -314,20 +313,20 @@ class Stream(TensorLike):
         return value.residual if isinstance(value, QKVInputs) else value, opened._changed
 
     def _newest(self) -> tuple[int, ...]:
-        """Numbers of the newest state among the states, if the next read is of it as it is."""
+        """Indices of the newest state among the states, if the next unit reads it unchanged; else none."""
         if not self.at_rest:
             return ()
         return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
 
     def _replaced(self, state: Tensor) -> Stream:
-        """The stream with another newest state."""
+        """The stream with ``state`` as the newest state."""
         states, state = [*self.states], self.layout.channels_last(self._in(state))
         for place in self._newest():
             states[place] = state
         return self._with(tuple(states))
 
     def _changed(self, value: Tensor) -> Stream:
-        """The stream with another value than what was read."""
+        """The stream with ``value`` in place of what was read."""
         assert isinstance(self.held, Reading)
         (read,), branch, qkv = self.held.parts, self.held.branch, self.held.qkv
         value = self._in(value)
@@ -343,12 +342,12 @@ class Stream(TensorLike):
         )
 
     def check_recorded(self) -> None:
-        """Refuse to go on where autograd was switched off, or on, since the stream began.
+        """Check that autograd was not switched on or off since the stream began.
 
-        What it keeps for later blocks would have a part of its gradients, or none, without a word.
+        Otherwise states for later blocks would silently lose some or all of their gradients.
 
         Raises:
-            UnsupportedCall: it was.
+            UnsupportedCall: it was switched.
         """
         if torch.is_grad_enabled() != self.weights.recorded:
             before, now = ("on", "off") if self.weights.recorded else ("off", "on")
@@ -365,7 +364,7 @@ class Stream(TensorLike):
 
         Raises:
             OutOfOrder: the trunk has no further residual add.
-            WidthMismatch: a branch's shape is not the stream's.
+            WidthMismatch: the shape of a branch is not that of the stream.
         """
         branches = self._fitted(branches)
         if not isinstance(self.held, Reading):
@@ -375,20 +374,20 @@ class Stream(TensorLike):
         outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site in layout.posts and layout.makes_state(site):
             return self._with(self.states, Post(self._merged(outputs)), adds=1)
-        if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
+        if layout.closes_unit(site):  # the topology adds the branches up, in one pass with its states
             stream = self._written(outputs)
         else:
             stream = self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
         return stream._to_be_changed() if site in layout.posts else stream
 
     def _to_be_changed(self) -> Stream:
-        """The stream where the model changes what the next branch reads."""
+        """The stream that waits for the post of a sum that the next branch reads."""
         _, stream = self.read()
         assert isinstance(stream.held, Reading)
         return stream._with(stream.states, Post(stream.held.parts[0], stream.held))
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
-        """The stream after the last residual add of a unit, whose outputs are ``branches``."""
+        """The stream after the last residual add of a unit with these branch outputs."""
         layout = self.layout
         unit, moved = layout.units[self.position], tuple(branches)
         if layout.channel_dim != -1:
@@ -403,17 +402,17 @@ class Stream(TensorLike):
             return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
-        """The sum of the last residual add of a unit, from which `push` gets the new state."""
+        """The sum of the last residual add of a unit, of which the model makes the state for `push`."""
         layout, unit = self.layout, self.layout.units[self.position]
         moved = map(layout.channels_last, branches)
         return self._restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor, more: bool = False) -> Stream:
-        """The stream after operations behind an add made ``state`` of its sum; ``more``: others may follow.
+        """The stream after an add's post made ``state`` of its sum; ``more``: other operations may follow.
 
         Raises:
-            UnsupportedCall: gradients do not pass from the one to the other; or the next add writes to the sum in
-                place, and wrote to a tensor that the post had made when the model was rewired.
+            UnsupportedCall: gradients do not pass from ``state`` to the sum; or the next add writes to the sum in
+                place, where it wrote to the post's result when the model was rewired.
         """
         assert isinstance(self.held, Post)
         self._check_passes(self.held.sum, state)
@@ -437,14 +436,14 @@ class Stream(TensorLike):
         return self._with(states)
 
     def settled(self) -> Stream:
-        """The stream, where no operation of the post ran: then the sum is the state."""
+        """The stream, with the sum as its state if it still waits for a post: no operation of it ran."""
         return self.push(self.held.sum) if isinstance(self.held, Post) else self
 
     def _check_passes(self, before: Tensor, state: Tensor) -> None:
-        """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
+        """Check that gradients pass between two states: a cut would not reach earlier states, which later blocks read.
 
         Raises:
-            UnsupportedCall: it does.
+            UnsupportedCall: they do not.
         """
         if not passes(before, state):
             raise UnsupportedCall(
@@ -455,23 +454,23 @@ class Stream(TensorLike):
             )
 
     def skipped(self, position: int) -> Stream:
-        """The stream before a later residual add: those between did not run, and add nothing.
+        """The stream before a later residual add; those between were skipped, and add nothing.
 
         Raises:
-            OutOfOrder: they are a pass through a loop, or more.
+            OutOfOrder: they include a whole pass through a loop.
         """
         self.layout.check_passes(self.position, position)
         stream = self
         while stream.position < position:
             stream._seen("skip")
             template = stream.template
-            if isinstance(stream.held, Post):  # to whose sum the add that did not run writes nothing
+            if isinstance(stream.held, Post):  # the skipped add leaves its sum unchanged
                 stream = stream._pushed(stream.held.sum)
             stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape)))
         return self if stream is self else stream.settled()
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
-        """The stream in other dimensions: ``view`` of each tensor that it holds.
+        """The stream with every tensor that it holds reshaped by ``view``.
 
         Raises:
             UnsupportedCall: hidden states are DTensors.
@@ -512,7 +511,7 @@ class Stream(TensorLike):
             self.layout.observe(what, self.position, value)
 
     def summed(self) -> Stream:
-        """The stream, its last state computed if it waits for a read."""
+        """The stream with its last state computed, if it was waiting for a read."""
         if not isinstance(self.held, Unsummed):
             return self
         due, _ = self._due()
@@ -524,7 +523,7 @@ class Stream(TensorLike):
 
     @property
     def on_mesh(self) -> bool:
-        """Whether attentions may be given three tensors side by side, by their channels, to take apart again."""
+        """Whether attentions may get their q/k/v inputs concatenated along the channels, to be split again."""
         return self.placement is not None and self.layout.dims.width > 0 and self.layout.channel_dim == -1
 
     @property
@@ -533,11 +532,11 @@ class Stream(TensorLike):
         return self.placement is not None and self.placement.placements is not None
 
     def _in(self, x: Tensor) -> Tensor:
-        """What the model hands over, as the stream holds it."""
+        """The model's tensor as the stream holds it: this rank's part of a DTensor."""
         return x if self.placement is None else self.placement.local(x)
 
     def _out(self, value: Any) -> Any:
-        """A tensor, or `QKVInputs`, as the model has hidden states; what is one tensor stays one."""
+        """A tensor or `QKVInputs` in the model's form, perhaps DTensors; equal inputs stay one tensor."""
         if self.placement is None or not self.wraps:
             return value
         if not isinstance(value, QKVInputs):
@@ -547,7 +546,7 @@ class Stream(TensorLike):
         return QKVInputs(*(made[id(x)] for x in given))
 
     def _fitted(self, branches: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """``branches`` in the stream's shape."""
+        """``branches``, expanded to the stream's shape."""
         complete = self.complete
         if complete and self.layout.loops:
             raise self.layout.other_passes()
@@ -572,12 +571,12 @@ class Stream(TensorLike):
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 
 
-#: How many dimensions there are in memory formats in which channels come last, and are written as the second one.
+#: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
-    """The memory format that values read of a stream have to be given, if they may have another one than ``x``."""
+    """The memory format of ``x`` that values read from a stream have to get; None if they have it anyway."""
     if x.is_contiguous():
         return None if channel_dim == -1 else torch.contiguous_format
     last = (format for format, dims in _DIMS.items() if dims == x.dim() and x.is_contiguous(memory_format=format))
@@ -585,12 +584,12 @@ def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
 
 
 def version(value: Tensor) -> int | None:
-    """How often a tensor was written to; None where it is not counted."""
+    """A tensor's version counter; None if writes to it are not counted."""
     return None if torch.compiler.is_compiling() or value.is_inference() else writes_to(value)
 
 
 def written_since(value: Tensor, before: int | None) -> bool:
-    """Whether a tensor of which `version` was ``before`` was written to since, as far as that is counted."""
+    """Whether a tensor was written to since its `version` was ``before``, as far as that is counted."""
     return before is not None and not torch.compiler.is_compiling() and writes_to(value) != before
 
 
@@ -602,10 +601,10 @@ def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
 
 
 def _may_wait(x: Tensor) -> bool:
-    """Whether the state that a branch output ``x`` makes may wait for the next read.
+    """Whether the state that a branch output ``x`` leads to may be computed with the next read.
 
-    That pays where a kernel computes it together with a norm. Not where somebody else looks after the tensors saved
-    for backward, as activation checkpointing does: it would keep the branch's output along with the state.
+    It pays if a kernel computes it together with a norm, but not under saved-tensor hooks such as those of activation
+    checkpointing, which would keep the branch output in addition to the state.
     """
     if not uses_kernels(x):
         return False

@@ -1,4 +1,4 @@
-"""Objects that stand for a tensor: torch functions, operators and attributes work on their value."""
+"""Objects that stand for a tensor: torch functions, operators and attributes act on their value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.torch_internals import C_FUNCTIONS, HIGHER_ORDER, WithoutTorchFunction, pytree
 
-#: Functions that write to their argument. A tuple: torch.compile follows a look-up in one, but not in their names.
+#: Functions that write to their argument. A tuple of functions: torch.compile cannot trace a look-up by name.
 _IN_PLACE = tuple(
     getattr(namespace, name)
     for namespace in (torch, torch.nn.functional, torch.nn.init, C_FUNCTIONS)
@@ -19,16 +19,16 @@ _IN_PLACE = tuple(
 )
 
 
-#: Attributes by which tensors are written to, or their gradients asked for: of a value made for that, nobody would
-#: see either.
+#: Attributes for writing to a tensor or asking for its gradient: on a value computed on the fly, neither would have an
+#: effect.
 _IN_VAIN = ("data", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad")
 
 
 class TensorLike:
-    """An object that can be read as a tensor, its `value`, and not be written to in place.
+    """An object that can be read as a tensor, its `value`, but not be written to in place.
 
-    It is no tensor to ``isinstance``. An object whose ``__class__`` says so is one to C++ as well, which then reads
-    memory that is not there.
+    It is not a tensor to ``isinstance``: C++ would believe a ``__class__`` that says so, and read memory that is not
+    there.
     """
 
     def value(self) -> Tensor:
@@ -36,11 +36,11 @@ class TensorLike:
         raise NotImplementedError
 
     def lent(self) -> Tensor:
-        """`value`, where others may keep it, or views of it."""
+        """`value`, for callers that may keep it, or views of it."""
         return self.value()
 
     def written_to(self, how: str) -> Exception:
-        """The error that says that somebody tried to."""
+        """The error for an attempt to write to it."""
         raise NotImplementedError
 
     @classmethod

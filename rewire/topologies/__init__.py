@@ -1,4 +1,4 @@
-"""Topologies: how the units of a trunk are connected. One family a file; importing this package registers all."""
+"""Topologies: how the units of a trunk are connected. Each family has a file; importing this package registers all."""
 
 from __future__ import annotations
 

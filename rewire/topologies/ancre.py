@@ -27,7 +27,7 @@ Form = Literal["softmax", "difference"]
 
 
 class Destinations(Dense[W]):
-    """What ANCRe and its ablations share: unit t reads ``x_{t-1}``, and all states are mixed into ``x_t``."""
+    """Base of ANCRe and its ablations: unit t reads ``x_{t-1}``, and all states are mixed into ``x_t``."""
 
     cascade: Cascade = "replace"
 
@@ -37,7 +37,7 @@ class Destinations(Dense[W]):
     first: ClassVar[int] = 1
 
     def reads(self, dims: Dims) -> range:
-        """The units that write: the output is ``x_T``."""
+        """The units, each of which mixes its new state; the output is ``x_T``."""
         return range(1, dims.depth + 1)
 
     def mix(self, history: History, weights: W, t: int) -> Tensor:
@@ -47,7 +47,7 @@ class Destinations(Dense[W]):
         return (0,)
 
     def row(self, weights: Any, t: int, x: Tensor) -> Any:
-        """The weights with which the states are mixed into ``x_t``: x is one of them."""
+        """The weights with which the states are mixed into ``x_t``; x is any one of the states."""
         return weights[t]
 
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
@@ -58,7 +58,7 @@ class Destinations(Dense[W]):
         return history.mix(self.row(weights, t, x), added=(*kept, *branches))
 
     def program(self, weights: W, dims: Dims) -> Program:
-        """The shortcut ``x_{t-1}`` that is kept stands in front."""
+        """As in `Dense`, with a kept shortcut ``x_{t-1}`` as the first term."""
         rows = []
         mixing = set(self.mixing(dims))
         for t in range(1, dims.depth + 1):
@@ -86,39 +86,39 @@ class ANCRe(Destinations[Table | Few]):
     - ``outgoing``: the same over destinations, so that ``sum_{t>i} p_it = 1`` for each i.
     - ``none``: ``p = c``; the paper's ablation (Table 4), which diverges there.
 
-    ``cascade="replace"`` is the paper's formula: the mix takes the place of the block's own shortcut. The
-    authors' released code keeps that one and adds the mix on top, that is ``cascade="keep"``:
+    ``cascade="replace"`` is the paper's formula: the mix replaces the block's own shortcut. The authors' released code
+    keeps the shortcut and adds the mix, which is ``cascade="keep"``:
     ``x_t = x_{t-1} + f_t + sum_{i<t} p_it x_i``.
 
     **Paper start.** Logits 0: uniform weights, ``1/t`` (ingoing) or ``1/(T - i)`` (outgoing). The paper gives
-    no start for ``none``; here it is the same function as ingoing's, ``c_it = 1/t``.
+    no start for ``none``; here it is the function of ingoing's, ``c_it = 1/t``.
 
     **Preserving start.** A softmax is never one-hot: ``start="preserve"`` takes ``form="difference"``, which is ours:
 
         P = E + softmax(c / tau) - softmax(0),
 
-    E being the original network, ``e_it = 1`` for ``i = t - 1`` (with ``cascade="keep"``, 0). With logits 0 that is E
-    exactly, and the logits have the same gradients as at the paper's start. Rows (for outgoing: columns) sum to 1 (with
-    keep to 0), as E's do, but entries may be negative. A softmax over one entry is constant: the shortcut 0:1 (for
+    where E is the original network, ``e_it = 1`` for ``i = t - 1`` (with ``cascade="keep"``, 0). With logits 0 this is
+    exactly E, and the logits have the same gradients as at the paper's start. Rows (for outgoing: columns) sum to 1 (to
+    0 with keep), like E's, but entries may be negative. A softmax over one entry is constant: the shortcut 0:1 (for
     outgoing: T-1:T) keeps its weight, and its logit has no gradient. For ``none`` the start is ``c = E``.
 
     **Groups.** With ``block=S`` (ours; see `dense`) the sources are ``x_0, x_S, x_2S, ..`` and the newest state:
     ``x_t = f_t + sum_{i in K_t} p_it x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``, and softmaxes are over
-    these shortcuts only. They are all that is held, and 1/t above becomes ``1/|K_t|``. E is among them, so that the
-    preserving start stays exact. (Outgoing, a state between groups has one destination, and its weight stays 1.)
+    these shortcuts only. Only these states are held, and 1/t above becomes ``1/|K_t|``. The shortcuts of E remain, so
+    the preserving start is still exact. (Outgoing, a state between groups has one destination, and weight 1.)
 
-    **Few shortcuts.** With ``units`` and ``sources`` (ours; see `dense`) few ``x_t`` are such a sum, of few states, and
-    softmaxes are over these shortcuts only; the others are ``x_t = x_{t-1} + f_t``.
+    **Few shortcuts.** With ``units`` and ``sources`` (ours; see `dense`) only some ``x_t`` are such sums, of some
+    states, and softmaxes are over these shortcuts only; the others are ``x_t = x_{t-1} + f_t``.
 
     Args:
         normalize: "ingoing", "outgoing" or "none".
-        temperature: tau > 0; the paper takes 0.01 for language models and 0.1 for DiT. Unused by "none".
+        temperature: tau > 0; the paper uses 0.01 for language models and 0.1 for DiT. Not used by "none".
         cascade: "replace" or "keep".
         form: "softmax", the paper's, or "difference".
         block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: an option is not one of those values.
+        ValueError: an option has another value.
 
     Example:
         >>> topology = rewire.ANCRe(temperature=0.1)
@@ -147,11 +147,11 @@ class ANCRe(Destinations[Table | Few]):
         return dataclasses.replace(self, form="difference") if start == "preserve" and normalized else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``logits``, float32, flat: for t = 1..T in turn, one entry for each of its sources, ascending.
+        """``logits``, float32, flat: for each t = 1..T, one entry for each of its sources, ascending.
 
         Raises:
-            UnsupportedTopology: a preserving start of the softmax by itself; or shortcuts of which all are alone in
-                their softmax, so that nothing would be learned.
+            UnsupportedTopology: a preserving start with the plain softmax; or each softmax has only one shortcut, so
+                that nothing would be learned.
         """
         if self.few and self.normalize != "none" and all(len(places) == 1 for places in self._together(dims).values()):
             raise UnsupportedTopology(
@@ -162,28 +162,28 @@ class ANCRe(Destinations[Table | Few]):
         return {"logits": table[self._entries(dims)]}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Stored is ``c / tau``, whose softmax p is: under Adam, a rate of lr for c is one of ``lr / tau`` for that."""
+        """``c / tau`` is stored, the argument of the softmax; under Adam, a rate lr for c is ``lr / tau`` for it."""
         return {"logits": OF_STATES if self.normalize == "none" else self.temperature}
 
     def depth_powers(self) -> dict[str, int]:
         return {"logits": 1} if self.normalize == "none" and self.sources is None else {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table | Few:
-        """The effective shortcut weights: of each t in turn, p of its sources."""
+        """The effective shortcut weights: for each t, p of its sources."""
         depth, p = dims.depth, parameters["logits"].float()
         if self.normalize == "none":
             return self.table(dims, p)
         if self.few:
             return self.table(dims, self._few_weights(p, dims))
         row, column = self._entries(dims, p.device)
-        matrix = self._normalized(p, row, column, depth)  # P [T, T], 0 where ``x_i`` is no source of ``x_t``
+        matrix = self._normalized(p, row, column, depth)  # P [T, T], 0 where ``x_i`` is not a source of ``x_t``
         if self.form == "difference":
             start = self._normalized(torch.zeros_like(p), row, column, depth)
             matrix = self._original(depth).to(p.device) + (matrix - start)
         return self.table(dims, matrix[row, column])
 
     def _few_weights(self, logits: Tensor, dims: Dims) -> Tensor:
-        """p of few shortcuts, without tensors of indices: made of lists, graphs of a GPU could not capture them."""
+        """p of few shortcuts, without index tensors: CUDA graphs could not capture their creation from lists."""
         single = logits.unbind()
         found: dict[int, Tensor] = {}  # not dict[..](), which Dynamo does not know
         for places in self._together(dims).values():
@@ -197,11 +197,11 @@ class ANCRe(Destinations[Table | Few]):
         return torch.stack([found[place] + float(original and i == t - 1) for place, (t, i) in pairs])
 
     def _pairs(self, dims: Dims) -> list[tuple[int, int]]:
-        """The t and i of each of few shortcuts."""
+        """(t, i) of each shortcut, if they are few."""
         return [(t, i) for t, numbers in self.wired(dims).items() for i in numbers]
 
     def _together(self, dims: Dims) -> dict[int, list[int]]:
-        """Which of few shortcuts share a softmax, by their places: those of one t, or of one i."""
+        """t (or, outgoing, i) -> the places of the few shortcuts that share its softmax."""
         together: dict[int, list[int]] = {}
         for place, (t, i) in enumerate(self._pairs(dims)):
             together.setdefault(t if self.normalize == "ingoing" else i, []).append(place)
@@ -219,11 +219,11 @@ class ANCRe(Destinations[Table | Few]):
         return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
 
     def _original(self, depth: int) -> Tensor:
-        """P of the original network."""
+        """E, the P of the original network."""
         return torch.eye(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def distributions(self, weights: Table | Few, dims: Dims) -> Sequence[Tensor]:
-        """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
+        """The weights into each state (ingoing), or out of each (outgoing); empty in difference form."""
         if self.normalize == "none" or self.form == "difference":
             return ()
         static = {t: self.static(weights, t) for t in self.mixing(dims)}
@@ -236,7 +236,7 @@ class ANCRe(Destinations[Table | Few]):
         return [torch.stack(column) for _, column in sorted(out_of.items())]
 
     def _start_table(self, dims: Dims, start: Start) -> Tensor:
-        """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
+        """Start logits, float32 [T, T]; entries above the diagonal are not used."""
         depth, sizes = dims.depth, dict(zip(self.mixing(dims), self.sizes(dims), strict=True))
         if start == "paper":
             each = [1 / sizes.get(t, 1) if self.normalize == "none" else 0.0 for t in range(1, depth + 1)]
@@ -257,7 +257,7 @@ def ancre_ingoing(
     units: Units = None,
     sources: Sources = None,
 ) -> ANCRe:
-    """ANCRe: learned shortcuts between all states, weights into each state sum to 1 (arXiv 2602.09009)."""
+    """ANCRe: learned shortcuts between all states; weights into each state sum to 1 (arXiv 2602.09009)."""
     return ANCRe("ingoing", temperature, cascade, form, block, units=units, sources=sources)
 
 
@@ -270,7 +270,7 @@ def ancre_outgoing(
     units: Units = None,
     sources: Sources = None,
 ) -> ANCRe:
-    """ANCRe with weights out of each state that sum to 1 (arXiv 2602.09009, Table 4)."""
+    """ANCRe whose weights out of each state sum to 1 (arXiv 2602.09009, Table 4)."""
     return ANCRe("outgoing", temperature, cascade, form, block, units=units, sources=sources)
 
 
@@ -303,7 +303,7 @@ class ANCReConstant(Destinations[Few | None]):
         super().__post_init__()
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """No entries."""
+        """No parameters."""
         if start == "preserve":
             raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}
@@ -350,7 +350,7 @@ class ANCReCascaded(ScaledSum):
 
 
 def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Row t - 1 and column i of each source ``x_i`` of ``x_t``, t by t. Made on the device, which need not wait."""
+    """Row t - 1 and column i of each source ``x_i`` of ``x_t``, t by t; made on the device, without synchronising."""
     row, column = torch.tril_indices(depth, depth, device=device)
     if block in (None, 1):
         return row, column

@@ -39,59 +39,59 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     """Attention Residuals: every read is a softmax-weighted sum of all increments, per token (arXiv 2603.15031).
 
     ``r_t = sum_{i<t} a_ti f_i`` with ``f_0 = x_0`` and ``a_ti = softmax_i(w_t . rmsnorm(f_i))``; one more such read is
-    the trunk's output. (The scale of the paper's RMSNorm only ever multiplies ``w_t``; here it is part of it.) Unit 1
-    has a single source, thus weight 1 and no query.
+    the trunk's output. (The scale of the paper's RMSNorm only multiplies ``w_t``, and is part of it here.) Unit 1 has a
+    single source, so its weight is 1, without a query.
 
     With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
-    ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `dense`).
+    ``x_0``, the sums of the finished groups, and that of the current group if it has an increment yet (see `dense`).
 
-    A source is normed and projected when it is first read, once for all queries, and each read takes its own of these
-    scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.mixes.attended`; with
-    ``qkv``, ``heads``, ``normed`` or another form the weights are made of the scores here.
+    A source is normed and projected once for all queries, when it is first read, and each read takes its own scores
+    ``w_t . rmsnorm(f_i)``. A single softmax over the unchanged sources is computed by `rewire.mixes.attended`; with
+    ``qkv``, ``heads``, ``normed`` or another form, the weights are computed here from the scores.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
     - ``heads=H``: H softmaxes for each read, one for each H-th of the channels, from the scores of these channels
-      (Multi-Head Attention Residuals, arXiv 2607.27230). The norm is over all channels, and H = 1 is no heads.
-    - ``normed=True``: a read sums ``rmsnorm(f_i)`` in place of ``f_i``. With ``qkv`` and ``block``, Inkling 2 does that
+      (Multi-Head Attention Residuals, arXiv 2607.27230). The norm is over all channels, and H = 1 means no heads.
+    - ``normed=True``: a read sums ``rmsnorm(f_i)`` instead of ``f_i``. With ``qkv`` and ``block``, this is Inkling 2
       (``Inkling2BlockAttentionResidual`` in transformers; its ``query`` is ``sqrt(D) w_t``).
     - ``rank=R``: keys are the last R channels of a source, ``a_ti = softmax_i(w_t . rmsnorm(f_i[D-R:]))`` with ``w_t``
-      in R^R; what is summed stays whole (sliced low-rank Attention Residuals, arXiv 2607.09694 and fast-attnres).
-    - ``additive=True``: the weights are ``1 + a_ti``, so that a read is the plain stream and a softmax-weighted sum of
-      what it consists of; the output is the plain stream, ``f_0 + .. + f_T``, without a query. These are Delta
-      Attention Residuals (arXiv 2605.18855), ``h + sum_i a_i v_i``, as in their authors' code. With ``block``, that
-      sums finished groups only; here the sum of the current one is a source, too.
+      in R^R; all channels are summed (sliced low-rank Attention Residuals, arXiv 2607.09694 and fast-attnres).
+    - ``additive=True``: the weights are ``1 + a_ti``, so that a read is the plain stream plus a softmax-weighted sum of
+      its increments; the output is the plain stream, ``f_0 + .. + f_T``, without a query. These are Delta Attention
+      Residuals (arXiv 2605.18855), ``h + sum_i a_i v_i``, as in their authors' code. With ``block``, that code sums
+      only finished groups; here the sum of the current one is a source, too.
 
-    **Paper start.** ``w = 0``: each read is the average of its sources, additive ``1 + 1/n`` times their sum. A branch
-    that begins with a norm does not see the difference to their sum.
+    **Paper start.** ``w = 0``: each read is the average of its sources; in the additive form, ``1 + 1/n`` times their
+    sum. For a branch that begins with a norm this is the same as their sum.
 
-    **Preserving start.** ``w = 0``, in one of two forms whose weights are exactly 1 then: a read sums what the original
-    network sums, in its order and thus bitwise in float32 and float64 (with groups of several units, to rounding).
+    **Preserving start.** ``w = 0``, in one of two forms whose weights are then exactly 1: a read sums what the original
+    network sums, in the same order and so bitwise in float32 and float64 (with groups of several units, to rounding).
 
-    - ``scaled=True``: ``n a_ti``, the weights of n sources add up to n. ``start="preserve"`` takes it for what is not
-      additive. A norm behind a read removes the factor n: gradients of the queries are those of the paper's start.
-    - ``form="difference"``: ``1 + a_ti - 1/n``, the original network and what the softmax adds to its start: the
-      preserving start of the additive form. Behind a norm, gradients are ``1 + 1/n`` times those of its paper start.
+    - ``scaled=True``: ``n a_ti``, so that the weights of n sources add up to n. ``start="preserve"`` takes it unless
+      additive. A norm after a read removes the factor n: gradients of the queries are those of the paper's start.
+    - ``form="difference"``: ``1 + a_ti - 1/n``, the original network plus the softmax's change since its start. It is
+      the additive form's preserving start. Before a norm, gradients are ``1 + 1/n`` times those of its paper start.
 
-    Of a sum of normed sources there is none.
+    With ``normed`` there is no preserving start.
 
-    With ``units`` and ``sources`` (ours; see `dense`) few units read, and their sources are the sum of all increments
-    that are not named, and those that are; other units read the plain sum of all. With ``qkv`` and ``channels`` only
-    the inputs of attentions that are named have a read, and the shortcut goes with q.
+    With ``units`` and ``sources`` (ours; see `dense`) only some units read a mix, of the sources that are named and the
+    sum of all other increments; other units read the plain sum of all. With ``qkv`` and ``channels`` only the named
+    inputs of attentions have a read, and the shortcut takes that of q.
 
-    From all of them, all queries have a gradient at once. If every branch starts at zero output, only the output's has
-    one at first (the score of ``x_0``; in the additive form none has); all others move from the second step on.
+    From all starts, all queries have a gradient in the first step. If every branch starts at zero output, only the
+    output's query has one at first (by the score of ``x_0``; none in the additive form), and the others one step later.
 
     Args:
         block: S, 1 or more; None is 1, no groups.
-        scaled: weights add up to the number of sources, not to 1.
+        scaled: whether weights add up to the number of sources, not to 1.
         form: "softmax", the paper's, or "difference".
-        additive: weights are added to those of the plain stream.
-        qkv: separate queries for q, k and v.
+        additive: whether weights are added to those of the plain stream.
+        qkv: whether q, k and v have separate queries.
         heads: H, 1 or more; has to divide the width.
-        normed: sources are summed as they are normed.
-        rank: R, 1 or more; cut to D, which is None.
-        separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
+        normed: whether normed sources are summed.
+        rank: R, 1 or more; cut to D, which is also what None means.
+        separate_norms: with ``qkv``, whether each of the three reads passes through its own norm, at first a copy.
         channels: with ``qkv``, some of "q", "k", "v", "shortcut"; None: all.
 
     Raises:
@@ -132,7 +132,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             raise ValueError("channels= chooses among the reads of q, k and v: pass qkv=True, too.")
 
     def reads(self, dims: Dims) -> range:
-        """Without the output's, if that is the plain stream."""
+        """As in `Dense`, without the output if that is the plain stream."""
         return range(self.first, dims.depth + 2 - self.additive)
 
     @property
@@ -145,11 +145,11 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return dataclasses.replace(self, form="difference") if self.additive else dataclasses.replace(self, scaled=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``queries``, float32 [rows, D], with ``rank`` [rows, R]: for units 2..T and then the output, w_t, or with
-        ``qkv`` those of its ways.
+        """``queries``, float32 [rows, D], with ``rank`` [rows, R]: w_t for units 2..T and then the output, with ``qkv``
+        one for each way.
 
         Raises:
-            UnsupportedTopology: there is no such start; no unit begins with an attention, for ``qkv``; or the heads do
+            UnsupportedTopology: there is no such start; with ``qkv``, no unit begins with an attention; or the heads do
                 not divide the width.
         """
         if start == "preserve" and self.normed:
@@ -166,14 +166,14 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return {"queries": torch.zeros(sum(self.ways(dims)), self._keys(dims))}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Queries are multiplied with normed vectors, whose size is the root of the width."""
+        """Queries multiply normed vectors, whose size is the square root of the width."""
         return {"queries": OF_STATES * self._keys(dims) ** -0.5}
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
         return {"queries": self.each(dims, self.ways(dims))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
-        """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
+        """w of each read, for each of its ways; with heads, one row for each head, zero in other heads' channels."""
         w, rows = parameters["queries"].float(), [ways * self.heads for ways in self.ways(dims)]
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
@@ -217,12 +217,12 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return total((*history.states, newest))
 
     def matrix(self, weights: AttendedTable | Few, dims: Dims) -> Tensor:
-        """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
+        """float32 [T + 1, T + 1]: the weights if all scores are equal, as at the start."""
         like = weights[self.mixing(dims)[0]] if isinstance(weights, Few) else weights.queries[0]
         table = torch.ones(dims.depth + 1, dims.depth + 1, device=like.device).tril()
         if self.scaled or self.form == "difference":
             return table
-        for t, size in zip(self.mixing(dims), self.sizes(dims), strict=True):  # unit 1 takes the plain stream
+        for t, size in zip(self.mixing(dims), self.sizes(dims), strict=True):  # unit 1 reads the plain stream
             table[t - 1] = table[t - 1] / size + self.additive * table[t - 1]
         return table
 
@@ -234,11 +234,11 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return plain and not (self.qkv or self.normed or self.additive)
 
     def _keys(self, dims: Dims) -> int:
-        """How many channels scores are of."""
+        """Number of channels from which scores are computed."""
         return min(self.rank or dims.width, dims.width)
 
     def _shares(self, logits: Tensor) -> Tensor:
-        """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""
+        """Weights of n sources from logits [n, ...]; if all are equal, exactly those of the original network."""
         if self.form == "difference":
             e = (logits - logits.detach().amax(0)).exp()
             return 1 + (e - e.mean(0)) / e.sum(0)

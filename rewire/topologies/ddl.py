@@ -1,4 +1,4 @@
-"""Deep Delta Learning: each unit overwrites a direction of the state (arXiv 2601.00417)."""
+"""Deep Delta Learning: each unit overwrites the state along one direction (arXiv 2601.00417)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rewire.topologies.base import Dims, FirstOrder, Granularity, Named, Start, 
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
-_EPS = 1e-6  # the least norm of a branch's output that is divided by, as in the authors' code
+_EPS = 1e-6  # lower bound on the branch output's norm in the division, as in the authors' code
 
 
 @register_topology("ddl")
@@ -24,24 +24,24 @@ class DDL(TwoForms[Named], FirstOrder[Named]):
 
     ``x_t = (I - b_t k_t k_t^T) x_{t-1} + b_t v_t k_t`` per token, with ``k_t = f_t / |f_t|``, a gate
     ``b_t = 2 sigmoid(w_t . rmsnorm(x_{t-1}) + s_t)`` between 0 and 2, and a value ``v_t = u_t . x_{t-1} + c_t``. Unit t
-    reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the new state passes the norm.
+    reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. Post-norm blocks norm the new state.
 
-    It is the paper's case ``d_v = 1``, states being vectors, as in the authors' model/DDL-vdim1.py: their gate is one
-    linear map of the block's normed input; their value is the constant 2, or with an option the map above.
+    This is the paper's case ``d_v = 1``, in which states are vectors, as in the authors' model/DDL-vdim1.py. Their gate
+    is one linear map of the block's normed input; their value is the constant 2, or optionally the map above.
 
-    **Paper start.** ``w = s = 0``, so ``b = 1``: the state's part along k is replaced altogether; ``u = 0``, ``c = 2``.
-    A branch that starts at zero output has no direction: its gradient is 1e6 times too large.
+    **Paper start.** ``w = s = 0``, so ``b = 1``: the state's part along k is fully replaced; ``u = 0``, ``c = 2``. A
+    branch that starts at zero output has no direction: its gradient is 1e6 times too large.
 
-    **Preserving start.** A fixed gate and value are not ``x + f``. So ``start="preserve"`` takes
+    **Preserving start.** No constant gate and value give ``x + f``. So ``start="preserve"`` takes
     ``form="difference"``, which is ours: ``x_t = x_{t-1} + f_t + (b_t - 1) (v_t - k_t . x_{t-1}) k_t``. With the same
-    values it is the original network, bitwise in float32 and float64 if there is one branch. w and s have their full
-    gradients at once, u and c theirs through the gate, one step later.
+    start values it is the original network, bitwise in float32 and float64 if there is one branch. w and s have full
+    gradients from the first step on, u and c one step later, through the gate.
 
     Args:
         form: "delta", the paper's, or "difference".
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP each have their own
     needs_width: ClassVar[bool] = True
     of_states: ClassVar[frozenset[str]] = frozenset({"gate_bias", "value_bias"})
     of_vectors: ClassVar[frozenset[str]] = frozenset({"gate", "value"})
@@ -75,6 +75,6 @@ class DDL(TwoForms[Named], FirstOrder[Named]):
         return torch.diag(1 - self._gate(weights["gate_bias"]) / dims.width)
 
     def _gate(self, logits: Tensor) -> Tensor:
-        """b, or what it differs from 1."""
+        """b, or in difference form ``b - 1``."""
         gate = 2 * torch.sigmoid(logits)
         return gate if self.form == "delta" else gate - 1

@@ -1,25 +1,25 @@
-"""Topologies whose units mix all that earlier units left, and the option ``block=S``, units in groups.
+"""Topologies whose units mix the states or increments of all earlier units; the option ``block=S`` groups units.
 
-Read t has t sources: ``x_0``, and what each of the units 1..t-1 left: its state, or its increment. Read T + 1 is the
-trunk's output.
+Read t has t sources: ``x_0``, and the state or the increment of each of the units 1..t-1. Read T + 1 is the trunk's
+output.
 
-With ``block=S``, S units in turn are a group, the last one perhaps fewer, so that fewer sources are held: ``x_0``, and
-what each group left, the current one as far as it has come, ``1 + ceil((t - 1) / S)`` of them. That follows Block
-AttnRes (arXiv 2603.15031), in two forms:
+With ``block=S``, S consecutive units are a group (the last group may be smaller), so that fewer sources are held:
+``x_0``, and one for each group, including the incomplete current one, ``1 + ceil((t - 1) / S)`` in all. This follows
+Block AttnRes (arXiv 2603.15031), in two forms:
 
-- Of topologies that mix increments, a group leaves its sum: ``g_j = f_{(j-1)S+1} + .. + f_{jS}``.
-- Of topologies that mix states, a group leaves its last state, ``x_{jS}``: read t mixes the states of
+- In topologies that mix increments, a group's source is its sum: ``g_j = f_{(j-1)S+1} + .. + f_{jS}``.
+- In topologies that mix states, a group's source is its last state, ``x_{jS}``: read t mixes the states of
   ``K_t = {0, S, 2S, .. < t}`` and the newest, ``x_{t-1}``.
 
-These are the same choice. A state is a sum already: in the plain residual network ``x_{jS} = x_0 + g_1 + .. + g_j``, so
-that mixes of the ``x_{jS}`` are mixes of ``x_0`` and the ``g_j``, and nothing that a unit computed is lost. Every S-th
-increment would lose the others; sums of states would count increments of early units S times. Every unit still has a
-mix of its own, and S = 1 is no groups.
+Both are the same choice. A state is already a sum: in the plain residual network ``x_{jS} = x_0 + g_1 + .. + g_j``, so
+mixes of the ``x_{jS}`` are mixes of ``x_0`` and the ``g_j``, and no unit's increment is lost. Taking every S-th
+increment would lose the others; sums of states would count increments of early units S times. Every unit still has its
+own mix, and S = 1 means no groups.
 
-With ``units=`` and ``sources=`` few units read, of few sources (see `wiring`): all other units are connected as in the
-plain network, and only the sources that a later read mixes are held. Of states, the newest is always a source. Of
-increments, those that are not named are one source together, their sum: what a read gets is then still all that was
-added, each with a weight.
+With ``units=`` and ``sources=`` only some units read a mix, and only of some sources (see `wiring`). All other units
+are connected as in the plain network, and only sources that a later read mixes are held. If sources are states, the
+newest is always one. If they are increments, those that are not named form one source, their sum, so that a read still
+gets all increments, each with a weight.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ from rewire.topologies.wiring import (
 
 
 def count(t: int, block: int | None) -> int:
-    """Sources of read t."""
+    """Number of sources of read t."""
     return 1 - (1 - t) // (block or 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Dense(Topology[W]):
-    """What both forms share. The states are the newest source, and a `History` of those that have been read.
+    """Base of both forms. The states are the newest source, and a `History` of those that have been read.
 
-    With `Few` connections it is of those that later reads mix, and beside it stands ``x_{t-1}``.
+    With `Few` connections, they are ``x_{t-1}``, and a history of the sources that later reads mix.
 
     Args:
         units: which units read a mix: numbers from 1, or from -1 at the end; "output"; at ``granularity="sublayer"``
             also kinds of branches, like "attention". None: all.
-        sources: which sources they mix: numbers, of which 0 or "x0" is the trunk's input, or, from the unit that reads,
-            -1, -2, ..; or, in place of both options, a dict of such lists by unit. None: all.
+        sources: which sources they mix: numbers (0 or "x0" is the trunk's input; -1, -2, .. count back from the unit
+            that reads); or, in place of both options, a dict of such lists by unit. None: all.
     """
 
-    #: The first read that is a mix: before it, units read the newest source.
+    #: The first read that is a mix: units before it read the newest source.
     first: ClassVar[int] = 1
-    #: Whether sources are states, of which the newest is always one, rather than increments.
+    #: Whether sources are states, which always include the newest, rather than increments.
     states: ClassVar[bool]
-    #: The inputs of an attention that have reads of their own. The shortcut, if it is not among them, goes with q.
+    #: The inputs of an attention that have separate reads. The shortcut, if not among them, takes the read of q.
     inputs: ClassVar[tuple[Channel, ...]] = ()
 
     units: Units = None
@@ -94,18 +94,18 @@ class _Dense(Topology[W]):
 
     @property
     def few(self) -> bool:
-        """Whether options leave out connections."""
+        """Whether options omit connections."""
         chosen = (self.units, self.sources, getattr(self, "channels", None))
         return any(one is not None for one in chosen)
 
     @property
     def has_program(self) -> bool:
-        """Whether reads are weighted sums of their sources, and nothing more."""
+        """Whether reads are only weighted sums of their sources."""
         return True
 
     @property
     def group(self) -> int:
-        """S, units in a group: ``block`` of a topology that has this option."""
+        """S, the number of units in a group: the option ``block``, if the topology has it."""
         return getattr(self, "block", None) or 1
 
     def placed(self, kinds: Sequence[str]) -> Topology[W]:
@@ -115,14 +115,14 @@ class _Dense(Topology[W]):
         return dims.attention.intersection(self.mixing(dims)) if self.few else dims.attention
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
-        """The inputs of unit t with reads of their own; none if one read is for all of it; None if it has no read."""
+        """The inputs of unit t with separate reads; empty if it has one read for all; None if it reads no mix."""
         chosen: tuple[Channel, ...] = getattr(self, "channels", None) or CHANNELS
         if self.inputs and t in dims.attention:
             return tuple(channel for channel in chosen if channel in self.inputs) or None
         return () if "shortcut" in chosen else None
 
     def seen(self, ways: Sequence[Tensor | Mix], weights: W, t: int, plain: Tensor) -> Tensor | Mix | QKVInputs:
-        """What unit t reads, from the ways of its read: inputs that have none see what is ``plain``."""
+        """What unit t reads, from the ways of its read; inputs without a way get ``plain``."""
         channels = weights.channels[t] if isinstance(weights, Few) else self.inputs if len(ways) > 1 else ()
         if not channels:
             return ways[0]
@@ -132,16 +132,16 @@ class _Dense(Topology[W]):
 
     @abstractmethod
     def mix(self, history: History, weights: W, t: int) -> Tensor | Mix | QKVInputs:
-        """``r_t``, what unit t reads: the formula. For t = T + 1 it is the trunk's output.
+        """The formula of ``r_t``, what unit t reads; for t = T + 1, of the trunk's output.
 
         Args:
             history: the sources of this read; ``history.mix(..)`` is their weighted sum: see `History`.
-            weights: as `weights` returned them.
-            t: from `first` on.
+            weights: the result of `weights`.
+            t: number of the read, from `first` on.
         """
 
     def static(self, weights: W, t: int) -> Tensor:
-        """The part of read t's weights that does not depend on the input, [n] or [n, D]: the mean of its ways."""
+        """The input-independent part of read t's weights, [n] or [n, D], averaged over its ways."""
         if isinstance(weights, Table):
             return weights.rows[t - weights.blocks.first].mean(0)
         if isinstance(weights, Few) and isinstance(weights[t], Tensor):
@@ -149,11 +149,11 @@ class _Dense(Topology[W]):
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
 
     def reads(self, dims: Dims) -> range:
-        """The numbers t of all reads from `first` on, the output's included."""
+        """The numbers t of all reads from `first` on, including the output."""
         return range(self.first, dims.depth + 2)
 
     def mixing(self, dims: Dims) -> Sequence[int]:
-        """Those of them that have weights."""
+        """The reads that have weights."""
         return [t for t in (self.wired(dims) if self.few else self.reads(dims)) if dims.has(t)]
 
     def wired(self, dims: Dims) -> dict[int, tuple[int, ...]]:
@@ -162,30 +162,30 @@ class _Dense(Topology[W]):
         return wired(self.registered_name, self.units, self.sources, dims.depth, reads, self.states)
 
     def sources_of(self, t: int, dims: Dims) -> Sequence[int]:
-        """The numbers i of the ``x_i`` that read t mixes. Where they are increments, there are as many."""
+        """The numbers i of the ``x_i`` that read t mixes; for increments, a sequence of the same length."""
         if self.few:
             return self.wired(dims)[t]
         return [min(n * self.group, t - 1) for n in range(count(t, self.group))]
 
     def sizes(self, dims: Dims) -> list[int]:
-        """For each read that has weights, how many sources it mixes."""
-        wired = self.wired(dims) if self.few else {}  # at once: for each read by itself it takes as long as for all
+        """For each read that has weights, its number of sources."""
+        wired = self.wired(dims) if self.few else {}  # once, as each call computes it for all reads
         return [len(wired[t] if t in wired else self.sources_of(t, dims)) for t in self.mixing(dims)]
 
     def ways(self, dims: Dims) -> list[int]:
-        """For each read that has weights, how many inputs of the unit it is for."""
+        """For each read that has weights, its number of ways: the unit's inputs with separate mixes."""
         return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
 
     def weight_counts(self, dims: Dims) -> list[int]:
-        """For each read that has weights, how many: one for each way and source."""
+        """For each read that has weights, their number: one for each way and source."""
         return [ways * n for ways, n in zip(self.ways(dims), self.sizes(dims), strict=True)]
 
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
-        """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""
+        """Split the concatenated weights [K, ..] of all reads: t -> the weights of read t, [n, ..]."""
         return dict(zip(self.mixing(dims), parts(flat, self.sizes(dims)), strict=True))
 
     def table(self, dims: Dims, flat: Tensor) -> Table | Few:
-        """The same, of weights [K] or [K, D] that are known before the sources are: what `weights` may return.
+        """The result of `weights` for input-independent weights [K] or [K, D].
 
         Each source then gets its gradients from all reads in one pass over memory.
         """
@@ -195,7 +195,7 @@ class _Dense(Topology[W]):
         return Table(flat, len(reads), reads[0], group=self.group)
 
     def by_read(self, dims: Dims, rows: Iterable[Any]) -> Any:
-        """What each read that has weights needs, by t: what `weights` may return; of few connections a `Few`."""
+        """The result of `weights` from a row for each read that has weights: by t, or a `Few` with few connections."""
         rows_of = dict(zip(self.mixing(dims), rows, strict=True))
         if not self.few:
             return rows_of
@@ -203,7 +203,7 @@ class _Dense(Topology[W]):
         return Few(found, rows_of, {t: self.separate(t, dims) or () for t in found}, self.states)
 
     def each(self, dims: Dims, sizes: Iterable[int]) -> list[int]:
-        """For `unit_rows`: of the reads that have weights in turn so many rows, of other units none."""
+        """Row counts for `unit_rows`: ``sizes`` for the reads that have weights, 0 for other units."""
         found = dict(zip(self.mixing(dims), sizes, strict=True))
         return [found.get(t, 0) for t in range(1, dims.depth + 2)]
 
@@ -220,14 +220,14 @@ class _Dense(Topology[W]):
         return (0,) if isinstance(weights, Few) and t not in weights else ()
 
     def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
-        """What unit t reads; and the history as it is then."""
+        """What unit t reads, and the history after the read."""
         newest, history = states
         history = history.read(t, newest)
         plain = t not in weights if isinstance(weights, Few) else t < self.first
         return (history.newest if plain else self.mix(history, weights, t)), history
 
     def matrix(self, weights: W, dims: Dims) -> Tensor:
-        """float32 [reads, sources]: of each read from `first` on, the static weights of all that units left so far."""
+        """float32 [reads, sources]: for each read from `first` on, its static weights of all earlier sources."""
         static = {t: self.static(weights, t) for t in self.mixing(dims)}
         reads = self.reads(dims)
         device = next(iter(static.values())).device
@@ -240,15 +240,15 @@ class _Dense(Topology[W]):
         return table
 
     def _columns(self, t: int, dims: Dims) -> Sequence[int]:
-        """The columns of the matrix that read t has weights of."""
+        """The columns of the matrix in which read t has weights."""
         return self.sources_of(t, dims)
 
     def _places(self, t: int, dims: Dims) -> Sequence[int]:
-        """For each of them, the number of the weight."""
+        """For each of these columns, the number of the weight."""
         return range(len(self.sources_of(t, dims)))
 
     def program(self, weights: W, dims: Dims) -> Program:
-        """Where all weights are known before the sources are."""
+        """As in `Topology`, if no weight depends on the input."""
         if not self.is_static(weights):
             return super().program(weights, dims)
         static = {t: self.static(weights, t).detach().cpu() for t in self.mixing(dims)}
@@ -262,14 +262,14 @@ class _Dense(Topology[W]):
 
     @abstractmethod
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
-        """`program`, of the weights of each read."""
+        """`program`, from the weights of each read."""
 
 
 class Dense(_Dense[W], Recurrence[W]):
     """A topology whose units read a mix of all states so far: ``r_t = sum_i w_ti x_i`` and ``x_t = r_t + f_t``.
 
-    A subclass has `parameters`, `weights`, and the formula, `mix`; `static` if its weights are no `table`. Unit 1 reads
-    ``x_0``; mixes are those of units 2..T and the output, read T + 1. Post-norm blocks norm ``r_t + f_t``.
+    A subclass defines `parameters`, `weights`, and the formula, `mix`; also `static` if its weights are not a `table`.
+    Unit 1 reads ``x_0``; units 2..T and the output, read T + 1, read mixes. Post-norm blocks norm ``r_t + f_t``.
 
     Example:
         >>> class Averages(rewire.Dense):
@@ -290,7 +290,7 @@ class Dense(_Dense[W], Recurrence[W]):
         read, history = self._read(states, weights, t)
         value = read if isinstance(read, QKVInputs) else materialize(read)
         residual = value.residual if isinstance(value, QKVInputs) else value
-        # A newest state inside a group is held while the branch runs only if it is read itself.
+        # While the branch runs, a newest state inside a group is held only if it is what the unit reads.
         return value, (residual, history if residual is history.newest else history.kept)
 
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
@@ -316,10 +316,10 @@ class Dense(_Dense[W], Recurrence[W]):
 
 
 class DenseIncrements(_Dense[W]):
-    """A topology whose units read a mix of what earlier units added: ``r_t = sum_i w_ti f_i`` with ``f_0 = x_0``.
+    """A topology whose units read a mix of all increments so far: ``r_t = sum_i w_ti f_i`` with ``f_0 = x_0``.
 
-    As `Dense`; mixes are those of units 1..T and the output, and with all weights 1 it is the original network. It
-    connects no post-norm blocks.
+    As `Dense`, but units 1..T and the output read mixes. With all weights 1 it is the original network. It cannot
+    connect post-norm blocks.
 
     Example:
         >>> class Sums(rewire.DenseIncrements):
@@ -366,7 +366,7 @@ class DenseIncrements(_Dense[W]):
             plain = (Term(name, 1.0, learned=False) for name in stack)
             read = Line(f"r{t}", tuple(map(Term, stack, static[t]) if t in static else plain))
             stack, summed = [*stack, branch_of(t)], tuple[Line, ...]()
-            if len(stack) > len(static.get(t + 1, stack)):  # the next read has two of them as one
+            if len(stack) > len(static.get(t + 1, stack)):  # the next read has the sum of two of them
                 n = self._summed(len(stack))
                 summed = (Line(f"s{t}", (Term(stack[n], 1.0), Term(stack[n + 1], 1.0))),)
                 stack = [*stack[:n], f"s{t}", *stack[n + 2 :]]
@@ -376,11 +376,11 @@ class DenseIncrements(_Dense[W]):
         return Program(tuple(units), output.before, output.read, tuple(reads), tuple(columns))
 
     def _summed(self, sources: int) -> int:
-        """The first of the two of so many sources that are summed next."""
+        """The place, among so many sources, of the first of the two that are summed next."""
         return sources - 2
 
     def _program_of_few(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
-        """Beside the increments stands the plain stream ``s_t``; ``o_t`` is what it has of others than those named."""
+        """Besides increments it has the plain stream ``s_t``, and ``o_t``, the sum of increments that are not named."""
         units, found, names = list[Unit](), self.wired(dims), ["x0", *map(branch_of, range(1, dims.depth + 1))]
         plain, reads = "x0", list[str]()
         for t in range(1, dims.depth + 2):

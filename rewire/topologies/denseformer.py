@@ -28,14 +28,14 @@ class DenseFormer(Dense[Averages]):
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
-    output is ``y_T``. So ``y_t`` is read t + 1, which is of ``x_0 .. x_t``. Both starts are ``a_tt = 1`` and 0
-    elsewhere: the original network, exactly.
+    output is ``y_T``. So ``y_t`` is read t + 1, over ``x_0 .. x_t``. Both starts are ``a_tt = 1`` and 0
+    elsewhere: exactly the original network.
 
     **Groups.** With ``block=S`` (ours; see `dense`) averages are over ``x_0, x_S, x_2S, ..`` and ``x_t``:
-    ``y_t = sum_{i in K_{t+1}} a_ti x_i`` with ``K_{t+1} = {i <= t: i = 0 (mod S) or i = t}``. These
-    are all that is held. Dilation takes other states, which change with t: all would have to be held.
+    ``y_t = sum_{i in K_{t+1}} a_ti x_i`` with ``K_{t+1} = {i <= t: i = 0 (mod S) or i = t}``. Only
+    these are held. (Dilation averages other states for each t, so that all have to be held.)
 
-    With ``units`` and ``sources`` the ``y_t`` are averages of few states, and other units read ``x_t`` (see `dense`).
+    With ``units`` and ``sources`` only some ``y_t`` are averages, of some states; else ``y_t = x_t`` (see `dense`).
 
     Args:
         dilation: average only every dilation-th earlier state, 1 or more.
@@ -68,7 +68,7 @@ class DenseFormer(Dense[Averages]):
         return {"alpha": 1} if self.sources is None else {}
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
+        """``alpha``, float32, flat: for each t with an average, one entry for each of its sources i,
         ascending.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Constant scales of shortcuts and branches, which depend on the depth: DeepNorm, CompleteP."""
+"""Constant scales of shortcuts and branches that depend on the depth: DeepNorm, CompleteP."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ class FixedScale(FirstOrder[Scales]):
     """Constant scales on shortcuts and branches, powers of the depth (DeepNorm, arXiv 2203.00555; CompleteP).
 
     ``x_t = a x_{t-1} + b f_t`` with ``a = shortcut * T^shortcut_power`` and ``b = branch * T^branch_power``, the same
-    for all T units. Nothing is learned. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In
-    post-norm blocks the sum passes the norm. With one unit for each residual add, of which a
-    transformer of L layers has ``T = 2 L``:
+    for all T units. Nothing is learned. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``.
+    Post-norm blocks norm the sum. With one unit for each residual add, a transformer of L layers has ``T = 2 L``:
 
-    - ``shortcut_power=0.25``: DeepNorm's ``(2 L)^(1/4)`` of encoders and of decoders by themselves, for post-norm
-      blocks. (Its initialisation is ``deepnorm``.) For encoders and decoders together give numbers.
+    - ``shortcut_power=0.25``: DeepNorm's ``(2 L)^(1/4)`` for encoder-only and decoder-only models with post-norm
+      blocks. (Its initialisation is ``deepnorm``.) For encoder-decoder models, give numbers.
     - ``branch=2 * L_0, branch_power=-1``: ``L_0 / L``, the scale of branches in CompleteP (arXiv 2505.01618), where
       L_0 layers were tuned. (`rewire.init.MuP` does the same by starts and rates.)
     - ``branch_power=-0.5``: ``1 / sqrt(2 L)``.
 
-    **Paper start.** There is nothing to start.
+    **Paper start.** There are no weights to start.
 
-    **Preserving start.** None but where both scales are 1.
+    **Preserving start.** Only if both scales are 1.
 
     Args:
         shortcut, branch: numbers, not 0.
-        shortcut_power, branch_power: of T.
+        shortcut_power, branch_power: exponents of T.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"
@@ -57,7 +56,7 @@ class FixedScale(FirstOrder[Scales]):
             raise ValueError("a scale of 0 would cut the trunk: shortcut and branch have to be other numbers.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """None."""
+        """No parameters."""
         if start == "preserve" and self.weights({}, dims) != (1.0, 1.0):
             raise no_preserving_start(self, "its scales are constants other than 1")
         return {}

@@ -1,4 +1,4 @@
-"""Topologies without parameters: what `rewire.freeze` makes of learned ones."""
+"""Topologies without parameters, which `rewire.freeze` makes from learned ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rewire.topologies.program import (
 
 
 class Constants(NamedTuple):
-    """What a frozen topology computes with, float32.
+    """The constant weights of a frozen topology, float32.
 
     Attributes:
         table: the matrix that `rewire.coefficients` shows.
-        channels: [N, D], the weights per channel; None if there are none.
+        channels: the weights per channel, [N, D]; None if there are none.
     """
 
     table: Tensor
@@ -43,16 +43,16 @@ class Constants(NamedTuple):
 class Frozen(Recurrence[Constants]):
     """A topology whose weights became constants.
 
-    States are the values that are still read; nothing is learned. Numbers are part of the program, weights per channel
-    are rows of a buffer.
+    Its states are the values that are still needed; nothing is learned. Scalar weights are part of the program, weights
+    per channel are rows of a buffer.
 
     Args:
-        of: the topology that it was, for messages.
-        lines: its program, folded, as `coded`.
-        shape: of its matrix.
+        of: the original topology, for messages.
+        lines: its folded program, in the form of `coded`.
+        shape: shape of its matrix.
 
     Raises:
-        ValueError: lines or shape are no such things.
+        ValueError: lines or shape are malformed.
     """
 
     of: str
@@ -87,17 +87,17 @@ class Frozen(Recurrence[Constants]):
 
     @property
     def registered_name(self) -> str:
-        return "Frozen"  # in files; nobody compiles it
+        return "Frozen"  # only for files: `compile` does not take it
 
     def held(self, t: int) -> tuple[str, ...]:
         """Names of the states after t units."""
         return self._after[t]
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """Room for `Constants`, buffers of zeros: the values come from `rewire.freeze` or a state dict.
+        """Buffers of zeros for the `Constants`, whose values come from `rewire.freeze` or a state dict.
 
         Raises:
-            UnsupportedTopology: this is the program of a trunk of another depth.
+            UnsupportedTopology: the program belongs to a trunk of another depth.
         """
         depth = len(self._program.units)
         if depth != dims.depth or max(self.shape) > dims.depth + 1:
@@ -126,7 +126,7 @@ class Frozen(Recurrence[Constants]):
     def merge(self, states: States, weights: Constants, t: int, *branches: Tensor) -> Tensor:
         line = self.written(t)
         if line is None:
-            return total(branches)  # nobody reads what the norm makes of it
+            return total(branches)  # the norm's result is not used
         return self.summed(line, self._named(self._during[t - 1], states), weights, branch_of(t), branches)
 
     def push(self, states: States, weights: Constants, t: int, x: Tensor) -> States:
@@ -136,7 +136,7 @@ class Frozen(Recurrence[Constants]):
         return tuple(values[name] for name in self._after[t])
 
     def newest(self, states: States, weights: Constants, t: int) -> tuple[int, ...]:
-        """Where it is the one value that unit t - 1 wrote."""
+        """As in `Topology`, if unit t reads the only value that unit t - 1 wrote."""
         names, read = self._after[t - 1], self._program.units[t - 1].read
         written = [] if t == 1 else [line.target for line in self._program.units[t - 2].after if _has(line, t - 1)]
         return (names.index(read),) if written == [read] and read in names else ()
@@ -147,15 +147,15 @@ class Frozen(Recurrence[Constants]):
         return values[self._program.output]
 
     def matrix(self, weights: Constants, dims: Dims) -> Tensor:
-        """That of the topology that it was, with 0 for what was dropped."""
+        """The matrix of the original topology, with 0 for dropped edges."""
         return weights.table
 
     def program(self, weights: Constants, dims: Dims) -> Program:
-        """Its program, with the weights per channel in it."""
+        """The frozen program, with the values of weights per channel."""
         return with_weights(self._program, lambda weight: _looked_up(weight, weights))
 
     def written(self, t: int) -> Line | None:
-        """The line of unit t whose value passes the norm of a post-norm block."""
+        """The line of unit t whose value a post-norm block norms."""
         lines = self._program.units[t - 1].after
         return next((line for line in lines if _has(line, t)), None)
 
@@ -177,7 +177,7 @@ class Frozen(Recurrence[Constants]):
         own: str = "",
         branches: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The value of a line; ``branches`` add up to the branch output ``own``."""
+        """The value of a line, where ``branches`` add up to the branch output ``own``."""
         sources, factors, added = operands(line, values, own, branches)
         if not sources:
             return total(tuple(added))
@@ -185,7 +185,7 @@ class Frozen(Recurrence[Constants]):
 
 
 def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, list[Tensor]]:
-    """The topology of a folded program, and its weights per channel, each [D], row by row."""
+    """The topology of a folded program, and the rows of its weights per channel, each [D]."""
     channels: list[Tensor] = []
 
     def constant(weight: Weight) -> Weight:
@@ -198,7 +198,7 @@ def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, l
 
 
 def _has(line: Line, t: int) -> bool:
-    """Whether the branch output of unit t is part of it."""
+    """Whether the branch output of unit t is a term of the line."""
     return any(term.source == branch_of(t) for term in line.terms)
 
 
@@ -210,7 +210,7 @@ def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:
 
 
 def coded(program: Program) -> list[Any]:
-    """The program as lists without names, a line as [target, [[source, number or [row]], ..]]."""
+    """The program as nested lists; a line is [target, [[source, number or [row]], ..]]."""
 
     def lines(given: Sequence[Line]) -> list[Any]:
         return [[target, [[name, _plain(weight)] for name, weight, *_ in terms]] for target, terms in given]

@@ -17,7 +17,7 @@ from rewire.topologies.base import Dims, Granularity, Named, Start, States, Topo
 from rewire.topologies.registry import register_topology
 
 Reads = Literal["normed", "streams"]
-_STD = 0.02  # of the maps, as in the code of Qwen4-Exp
+_STD = 0.02  # of the maps' start values, as in the code of Qwen4-Exp
 
 
 @register_topology("hc-gated")
@@ -25,21 +25,21 @@ _STD = 0.02  # of the maps, as in the code of Qwen4-Exp
 class GatedHyperConnections(Topology[Named]):
     """Gated hyper-connections (Qwen4-Exp; transformers' ``Qwen4ExpTextGatedResidual``).
 
-    ``H_0`` [n, D] is n copies of ``x_0``. With ``N = rms_norm(H_{t-1}) * (1 + w)``, each stream normed by itself, and x
-    all of N as one vector of n D channels, unit t reads and writes
+    ``H_0`` [n, D] is n copies of ``x_0``. With ``N = rms_norm(H_{t-1}) * (1 + w)``, a separate norm of each stream, and
+    x, the rows of N concatenated to one vector of n D channels, unit t reads and writes
 
     - ``r_t = (1/n) sum_i g_i * N_i`` with ``g = sigmoid(silu(x W_down / n) W_up)`` [n, D], of rank r,
     - ``H_t = H_{t-1} + b f_t^T`` with ``b = 2 sigmoid(x W_inject / n)`` [n].
 
-    The output is one more read. Reads are normed, and no norm follows in Qwen4-Exp: ``reads="normed"`` is for branches
-    that begin with none. With ``reads="streams"``, ``r_t = (2/n) sum_i g_i * H_i``, for networks that have their own.
+    The output is one more read. In Qwen4-Exp these normed reads replace the branches' norms: ``reads="normed"`` is for
+    branches without a norm. ``reads="streams"``, ``r_t = (2/n) sum_i g_i * H_i``, is for networks that have norms.
 
     **Paper start.** w = 0, and the three maps normal with standard deviation 0.02, as in the code of Qwen4-Exp.
 
-    **Preserving start.** Reads of streams, to which `for_start` turns. ``W_down = W_inject = 0``, so that g is 1/2 and
-    b is 1: every stream is ``x_t``, bitwise, and so are the reads and the output for n = 2 and 4. W_up is drawn as
-    above, and parts the streams. W_down and W_inject learn at once, W_up and w from the second step on. Where the
-    branches start at zero, all but the output's waits one step more.
+    **Preserving start.** It needs reads of streams, which `for_start` selects. ``W_down = W_inject = 0``, so that g is
+    1/2 and b is 1: every stream is ``x_t``, bitwise, and so are the reads and the output for n = 2 and 4. W_up is drawn
+    as above, so that streams can diverge. W_down and W_inject learn from the first step on, W_up and w from the second.
+    If the branches start at zero, all weights but the output's need one step more.
 
     Args:
         streams: n, 2 or more.
@@ -70,7 +70,7 @@ class GatedHyperConnections(Topology[Named]):
         return dataclasses.replace(self, reads="streams") if start == "preserve" else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """Float32: ``norm``, w [T + 1, n, D]; ``down`` [T + 1, n D, r]; ``up`` [T + 1, r, n D]; and for what is written
+        """Float32: ``norm``, w [T + 1, n, D]; ``down`` [T + 1, n D, r]; ``up`` [T + 1, r, n D]; and for the writes
         ``inject`` [T, n D, n].
         """
         if start == "preserve" and self.reads == "normed":
@@ -120,13 +120,13 @@ class GatedHyperConnections(Topology[Named]):
     def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
-        No part of the weights is independent of the input: these are the gates that are half open, of streams 1.
+        All weights depend on the input; this is the matrix for half-open read gates and write weights of 1.
         """
         size = dims.depth + 1
         return torch.ones(size, size, device=weights["norm"].device).tril()
 
     def _read(self, streams: Tensor, weights: Named, number: int) -> tuple[Tensor, Tensor]:
-        """A read, and x. Backward makes again all that is as large as the streams."""
+        """A read, and x. Backward recomputes everything that is as large as the streams."""
         n, scale, up, dtype = self.streams, 1 + weights["norm"][number], weights["up"][number], streams.dtype
         with sparing(streams):
             normed = made_again(lambda streams: rms_norm(streams, self.norm_eps) * scale, streams)

@@ -1,4 +1,4 @@
-"""Gradient-preserving activation scaling: states become smaller, their gradients do not (arXiv 2506.22049)."""
+"""Gradient-preserving activation scaling: scales states down, but not their gradients (arXiv 2506.22049)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Scaled = Literal["sum", "shortcut"]
 @register_topology("gpas")
 @dataclasses.dataclass(frozen=True)
 class GPAS(FirstOrder[Tensor]):
-    """GPAS: each new state is scaled down, and its gradient passes as if it were not (arXiv 2506.22049).
+    """GPAS: scales each new state down, but not its gradient (arXiv 2506.22049).
 
-    ``x_t = y_t - silu(a_t) sg(y_t)`` with ``y_t = x_{t-1} + f_t``, a learned number a_t, and ``sg``, through which no
-    gradient passes: values are scaled by ``1 - silu(a_t)``, gradients of ``y_t`` are those of ``x_t``. Unit t reads
-    ``x_{t-1}``, the only state; the trunk's output is ``x_T``.
+    ``x_t = y_t - silu(a_t) sg(y_t)`` with ``y_t = x_{t-1} + f_t``, a learned scalar a_t, and the stop-gradient ``sg``:
+    values are scaled by ``1 - silu(a_t)``, and the gradient of ``y_t`` is that of ``x_t``. Unit t reads ``x_{t-1}``,
+    the only state; the trunk's output is ``x_T``.
 
-    Where a norm follows the sum, it removes the scale. ``scaled="shortcut"`` is what the authors do there:
+    A norm after the sum would remove the scale. For post-norm blocks the authors use ``scaled="shortcut"``:
     ``x_t = norm(x_{t-1} - silu(a_t) sg(x_{t-1}) + f_t)``.
 
     In the authors' code the two sums of a block share one a; here each has its own.
 
-    **Both starts** are the paper's: ``a = 0``, the original network, bitwise in float32 and float64. a learns at once,
-    as silu is steep there. (The authors clip its gradient to 0.01 at 7B parameters.)
+    **Both starts** are the paper's: ``a = 0``, the original network, bitwise in float32 and float64. a learns from the
+    first step on, as silu's slope there is 1/2. (The authors clip its gradient to 0.01 at 7B parameters.)
 
     Args:
-        scaled: what is scaled, "sum" or "shortcut".
+        scaled: what to scale, "sum" or "shortcut".
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # after attention and MLP
@@ -66,5 +66,5 @@ class GPAS(FirstOrder[Tensor]):
 
 
 def _scaled(x: Tensor, gate: Tensor) -> Tensor:
-    """``(1 - gate) x``, with the gradient of x."""
+    """``(1 - gate) x``, with the gradient of an unscaled x."""
     return mix((x.detach(),), (-gate,), added=(x,))

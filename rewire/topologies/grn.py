@@ -20,13 +20,13 @@ from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import QKV, Channel, Few
 
-#: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
-#: made. The fewest bytes for 32 units (benchmarks/memory.py).
+#: With ``last``, how many increments are added to the middle sum at once: activation checkpointing keeps every such
+#: sum. This number takes the least memory for 32 units (benchmarks/memory.py).
 _WAITING = 6
 
 
 class Read(NamedTuple):
-    """Weights of what one unit reads, or of the output, float32: one GRN instance per way.
+    """Weights of one unit's read, or of the output, float32: one GRN instance per way.
 
     Attributes:
         b: [ways, N] or [ways, N, D] for a stack of N vectors.
@@ -37,36 +37,36 @@ class Read(NamedTuple):
     w: Tensor | None = None
 
 
-#: By t, where the stack is not read as it is.
+#: A mapping by t if the stack is not the plain list of sources.
 Weights = Table | Few | Mapping[int, Read]
 
 
 @dataclasses.dataclass(frozen=True)
 class GRN(DenseIncrements[Weights]):
-    """What the generalised residual networks share (arXiv 2502.06785, Section 3.1).
+    """Base of the generalised residual networks (arXiv 2502.06785, Section 3.1).
 
     The states are the stack ``G_t = [f_0, .., f_{t-1}]`` with ``f_0 = x_0``. Unit t reads a weighted sum of it and
     appends ``f_t``; one more read of ``G_{T+1}`` is the trunk's output. With ``last=k`` the stack is ``x_0``, the sum
-    of the middle increments and the last k increments: at most k + 2 vectors. (Up to 5 more are held: increments of the
-    middle wait until 6 of them are added to it at once, so that not every unit makes a new sum.)
+    of the middle increments and the last k increments: at most k + 2 vectors. (Up to 5 more are held: increments are
+    added to the middle sum 6 at a time, so that not every unit makes a new sum.)
 
     With ``block=S`` (ours; see `dense`) increments are summed over groups of S units: the stack is ``x_0``, the sums
     ``g_j = f_{(j-1)S+1} + .. + f_{jS}`` of finished groups, and that of the current one if it has an increment yet. So
     ``r_t = b_t0 x_0 + sum_j b_tj g_j``, and likewise for weights that depend on the input.
 
-    With ``units`` and ``sources`` (ours; see `dense`) few units read, and their stack is the sum of all increments that
-    are not named, and those that are; other units read the plain sum of all.
+    With ``units`` and ``sources`` (ours; see `dense`) only some units read a mix, of a stack with the increments that
+    are named and the sum of all others; other units read the plain sum of all.
 
     **Both starts** are the paper's, ``b = 1`` and ``w = 0``: ``x_0 + f_1 + .. + f_{t-1}`` is the original network, in
-    its own order and thus bitwise in float32 and float64 (with ``last`` and ``block`` to rounding: sums come first).
+    the same order and so bitwise in float32 and float64 (with ``last`` and ``block`` to rounding: sums come first).
     Nothing is normalised or saturated, so b and w have full gradients. If every branch starts at zero output, only
     the output's ``b_{T+1,0}`` and ``w_{T+1}`` have a gradient at first; all others move from the second step on.
 
-    Before a norm only the ratios of weights count: unit 1, whose stack is ``x_0`` alone, learns next to nothing from
-    a weight that all channels share (``b_1`` of GRN-v1, ``w_1``) wherever a norm is all that sees what it reads.
+    Before a norm only the ratios of weights count. So unit 1, whose stack is only ``x_0``, learns next to nothing by a
+    weight that all channels share (``b_1`` of GRN-v1, ``w_1``) if its read only goes into a norm.
 
     Args:
-        last: increments that stay apart at the end of the stack, 1 or more; None: all.
+        last: number of increments that stay separate at the end of the stack, 1 or more; None: all.
         block: S, 1 or more; None is 1, no groups.
 
     Raises:
@@ -76,7 +76,7 @@ class GRN(DenseIncrements[Weights]):
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
     of_states: ClassVar[frozenset[str]] = frozenset({"b"})
     of_vectors: ClassVar[frozenset[str]] = frozenset({"w"})
-    #: Whether a part of the weights is computed from the sources.
+    #: Whether weights also depend on the sources.
     input_dependent: ClassVar[bool] = False
 
     last: int | None = None
@@ -93,9 +93,9 @@ class GRN(DenseIncrements[Weights]):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``b`` and, if input-dependent, ``w``, float32.
 
-        ``b`` is [P], or [P, D] if there are weights per channel: for t = 1..T+1 in turn (the output is T+1), for each
-        of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
-        each way of each t.
+        ``b`` is [P], or [P, D] for weights per channel: for each t = 1..T+1 (the output is T+1), for each of its ways
+        (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for each way of
+        each t.
         """
         parameters = {"b": torch.ones(sum(self.weight_counts(dims)), *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
@@ -133,11 +133,11 @@ class GRN(DenseIncrements[Weights]):
         return f, Free().holding(self._stack((*history.states, f))[:-1])
 
     def static(self, weights: Weights, t: int) -> Tensor:
-        """b, the mean of the ways."""
+        """b, averaged over the ways."""
         return self._b(weights, t).mean(0)
 
     def by_destination(self, weights: Weights, dims: Dims) -> dict[str, Tensor]:
-        """The biases b, of each way and channel."""
+        """The static weights b, for each way and channel."""
         reads = [(f"unit {t}" if t <= dims.depth else "output", t) for t in self.mixing(dims)]
         return {name: self._b(weights, t)[:, self._places(t, dims)] for name, t in reads}
 
@@ -149,11 +149,11 @@ class GRN(DenseIncrements[Weights]):
         return counts if self.last is None else [min(n, self.last + 2) for n in counts]
 
     def _b(self, weights: Weights, t: int) -> Tensor:
-        """[ways, N] or [ways, N, D]."""
+        """b of read t, [ways, N] or [ways, N, D]."""
         return weights.rows[t - weights.blocks.first] if isinstance(weights, Table) else weights[t].b
 
     def _stack(self, states: States) -> States:
-        """``G_t``: with ``last``, increments that wait for the middle sum are added to it."""
+        """``G_t``; with ``last``, adds waiting increments to the middle sum."""
         if self.last is None or len(states) <= self.last + 2:
             return states
         return (states[0], total(states[1 : -self.last]), *states[-self.last :])
@@ -170,7 +170,7 @@ class GRN(DenseIncrements[Weights]):
 @register_topology("grn-v1")
 @dataclasses.dataclass(frozen=True)
 class GRNv1(GRN):
-    """Each unit reads a weighted sum of all increments, one scalar each (GRN-v1, arXiv 2502.06785).
+    """Each unit reads a weighted sum of all increments, with scalar weights (GRN-v1, arXiv 2502.06785).
 
     ``r_t = sum_{i<t} b_ti f_i``, output ``sum_{i<=T} b_{T+1,i} f_i``. Options, starts and stack: see `GRN`.
     """
@@ -193,8 +193,8 @@ class GRNv3(GRN):
     """Each unit reads a weighted sum of all increments, partly input-dependent (GRN-v3, arXiv 2502.06785).
 
     ``r_t = sum_{i<t} (b_ti + relu(w_t . f_i)) * f_i`` with ``b_ti, w_t`` in R^D, the dot product per token; the
-    output likewise. Options, starts and stack: see `GRN`. At ``w = 0`` a relu with derivative 0 would never learn;
-    this one has derivative 1 there.
+    output likewise. Options, starts and stack: see `GRN`. This relu has derivative 1 at 0; with derivative 0, weights
+    that start at ``w = 0`` would never learn.
     """
 
     needs_width: ClassVar[bool] = True
@@ -208,16 +208,15 @@ class DCA(GRNv3):
     """DeepCrossAttention: queries, keys and values each read their own GRN-v3 mix (DCA, arXiv 2502.06785).
 
     A unit that begins with an attention has three independent GRN-v3 reads of the same stack (Section 3.2). The
-    shortcut around the attention, into the feed-forward's input, carries the one for the queries (Section 3.2 says
-    "the inputs", without saying which of the three). Other units and the output have a single GRN-v3. ``last=k`` is
-    the paper's k-DCA. Options, starts and stack: see `GRN`. In unit 1, ``w_1`` of k and v, too, is no more than a
-    scale that a norm before the projections removes.
+    shortcut around the attention, into the feed-forward's input, takes the read of the queries (Section 3.2 says "the
+    inputs", without saying which of the three). Other units and the output have a single GRN-v3 read. ``last=k`` is the
+    paper's k-DCA. Options, starts and stack: see `GRN`. In unit 1, ``w_1`` of k and v is only a scale, too, which a
+    norm before the projections removes.
 
-    With ``separate_norms=True`` the three reads pass a norm each: copies of the one that the model has, which stays
-    that of q.
+    With ``separate_norms=True`` each of the three reads has its own norm: q the model's, k and v copies of it.
 
-    With ``channels`` only the inputs of attentions that are named have a read, the others take the plain stream; the
-    shortcut goes with q. Other units, and the output, have theirs if "shortcut" is named.
+    With ``channels`` only the named inputs of attentions have a read, and the others take the plain stream; the
+    shortcut takes that of q. Other units, and the output, have a read if "shortcut" is named.
     """
 
     reads_qkv: ClassVar[bool] = True

@@ -31,10 +31,10 @@ Output = Literal["mean", "sum", "learned"]
 
 
 class Gates(NamedTuple):
-    """What a unit does with the streams; with leading dimensions where it depends on the token.
+    """The gates of a unit, with leading dimensions if they depend on the token.
 
     Attributes:
-        read: A_m [..., n, p], from stream i to part k of what the branch sees.
+        read: A_m [..., n, p], from stream i to part k of the branch's input.
         write: A_r and, below it, B, [..., n + 1, n]: from stream i, and in the last row from the branch output, to
             stream j.
     """
@@ -44,11 +44,11 @@ class Gates(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Weights of one unit; K values side by side make its `Gates`.
+    """Weights of one unit, as K values from which its `Gates` are made.
 
     Attributes:
         static: [..., K], the part that does not depend on the streams.
-        dynamic: the part that does, if any: its scale [K], and the projection [channels, K] that it comes from.
+        dynamic: the scale [K] and the projection [channels, K] of the part that does; None if there is none.
     """
 
     static: Tensor
@@ -59,11 +59,11 @@ class Weights(NamedTuple):
     """Weights of a trunk.
 
     Attributes:
-        units: of each t that is here.
-        last: of the read that is the output, if it is learned.
-        constants: of the topology, if it has any.
-        steps: of each unit whose next read needs no other weights than these, float32 [n + 1, n + 1]: what new
-            streams (rows), and in the last row that read, take of the streams and of the branch (last column).
+        units: weights of each unit t that is here.
+        last: weights of the read that is the output, if it is learned.
+        constants: constants of the topology, if it has any.
+        steps: for each unit whose next read depends only on these weights, float32 [n + 1, n + 1]: the weights of the
+            streams and the branch (last column) in the new streams (rows) and in that read (last row).
         entry: scales of the trunk's input in each stream, [n, D]; None: the streams start as copies.
     """
 
@@ -77,34 +77,34 @@ class Weights(NamedTuple):
 class Streams(Topology[Weights]):
     """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
 
-    The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state; where a kernel
-    wrote it, what that has read off it for the next unit comes behind. While a branch runs it is H and what `write`
-    does with it: all gates come from the same normalised H, but the mix waits for the branch, rounds once, and needs
-    no second copy of the streams.
+    The state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. If a kernel wrote it,
+    a second state is the projection that the kernel computed for the next unit. While a branch runs, the write gates
+    are a state, too: all gates come from the same normalised H, but the mix waits for the branch, so that it rounds
+    once and needs no second copy of the streams.
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are wrapped one by one
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are connected separately
 
     @property
     @abstractmethod
     def parts(self) -> int:
-        """p, the number of parts that hidden states are split into."""
+        """p, the number of parts into which hidden states are split."""
 
     @property
     @abstractmethod
     def scaled(self) -> tuple[int, ...]:
-        """For each learned scale in turn, how many of the K values it multiplies."""
+        """For each learned scale, the number of the K values that it multiplies."""
 
     def unit_rows(self, dims: Dims) -> dict[str, list[int]]:
-        """Rows are units; a learned output has all of its own, and all entry scales belong to unit 1."""
+        """Rows are units; the weights of a learned output are all its own, and entry scales all belong to unit 1."""
         found = {name: [1] * dims.depth + [0] for name in ("static", "dynamic", "scale")}
         output = {name: [0] * dims.depth + [-1] for name in ("last_static", "last_dynamic", "last_scale")}
         return {**found, **output, "entry": [-1] + [0] * dims.depth}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        """From ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
+        """From ``static`` [T, ..., K] and, if there, ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales].
 
-        ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output;
+        ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] belong to a learned output;
         ``entry`` is as in `Weights`.
         """
         static = dict(zip(dims.units, parameters["static"].float().unbind(), strict=True))
@@ -128,22 +128,22 @@ class Streams(Topology[Weights]):
         return 1e-6
 
     def signal(self, products: Tensor) -> Tensor:
-        """What is scaled and added to the static values; here row i of [..., n, K] is of the normed stream i."""
+        """The term that is scaled and added to the static values; by default row i of [..., n, K] is for stream i."""
         return torch.tanh(products)
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
-        """The gates from their values; here [..., n, K], side by side: A_m, A_r and B."""
+        """The gates from their values; by default [..., n, K], with columns ``A_m | A_r | B``."""
         read, carry, write = values.split_with_sizes([self.parts, values.shape[-2], 1], dim=-1)
-        return Gates(read, torch.cat([carry.mT, write], dim=-1).mT)  # side by side, as sums take them
+        return Gates(read, torch.cat([carry.mT, write], dim=-1).mT)  # in one tensor, as sums take them
 
     @property
     def gating(self) -> Gating | None:
-        """Which gates kernels make where values depend on the token; None: none of these."""
+        """Which gates kernels compute if values depend on the token; None: kernels compute none."""
         return None
 
     def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Claim | None]:
-        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `read_streams` takes:
-        the streams, and a claim on them.
+        """The values for the gates of ``unit``, per token if it is dynamic; and for `read_streams` the streams and a
+        claim on them.
         """
         if unit.dynamic is None:
             return unit.static, streams, None
@@ -154,7 +154,7 @@ class Streams(Topology[Weights]):
     def opened(
         self, streams: Tensor, unit: Unit, weights: Weights, known: Projected | None = None
     ) -> tuple[Gates, Tensor, Claim | None]:
-        """The gates of a unit instead of its values; ``known`` was read off the streams when they were written."""
+        """As `values`, with the unit's gates; ``known``: the projection, if it was computed with the last write."""
         if unit.dynamic is None:
             return self.gates(unit.static, weights), streams, None
         scale, projection = unit.dynamic
@@ -188,13 +188,13 @@ class Streams(Topology[Weights]):
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
         streams, *rest = states
         channels = self.parts * streams.shape[-1]
-        by_token = [viewed(x, channels, view, 2) if x.dim() > 2 else x for x in rest]  # or the same for all
+        by_token = [viewed(x, channels, view, 2) if x.dim() > 2 else x for x in rest]  # or the same for all tokens
         return viewed(streams, channels, view, 2), *by_token
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
-        """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
+        """float32 [T + 1, T + 1], from the static values: row t - 1 is the read of unit t, the last row the output.
 
-        Of the static values.
+        Columns are f_0 .. f_T.
         """
         units = {t: unit._replace(dynamic=None) for t, unit in weights.units.items()}
         weights = weights._replace(units=units, last=weights.last and weights.last._replace(dynamic=None))
@@ -203,9 +203,9 @@ class Streams(Topology[Weights]):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelStreams(Streams):
-    """Base of those whose H [..., n, D] starts as n copies of ``x_0``.
+    """Base of hyper-connections whose H [..., n, D] starts as n copies of ``x_0``.
 
-    The output is the mean of the streams, their sum, or ``"learned"``: one more read, with weights of its own.
+    The output is the mean of the streams, their sum, or ``"learned"``: one more read, with its own weights.
     """
 
     fewest_streams: ClassVar[int] = 1
@@ -235,7 +235,7 @@ class ParallelStreams(Streams):
         if weights.last is not None:
             values, streams, claim = self.values(streams, weights.last)
             return materialize(read_streams(streams, self.reading(values), claim)[0])
-        # With a dtype: autocast would make the sum float32.
+        # With an explicit dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 
     def template(self, states: States) -> Tensor:
@@ -243,11 +243,11 @@ class ParallelStreams(Streams):
 
     @property
     def has_program(self) -> bool:
-        """Whether `static_program` is all: units have gates of their own, and streams start as copies."""
+        """Whether `static_program` is complete: each unit has its own gates, and streams start as copies."""
         return True
 
     def static_program(self, weights: Weights, dims: Dims) -> Program:
-        """The program of the static values: all there is, if nothing depends on the streams."""
+        """The program of the static values, which are all weights if none depends on the streams."""
         units, streams = list[ProgramUnit](), ["x0"] * self.streams
         for t, unit in weights.units.items():
             read, write = self.gates(unit.static, weights)
@@ -274,15 +274,15 @@ class HyperConnections(ParallelStreams):
     """Hyper-connections with learned constants: n parallel residual streams (arXiv 2409.19606).
 
     ``H_0`` is n copies of ``x_0``; unit t reads ``r_t = A_m^T H_{t-1}`` and writes ``H_t = A_r^T H_{t-1} + B f_t^T``
-    with ``A_m`` [n], ``A_r`` [n, n], ``B`` [n] of its own, all of them free; in `mhc` they are constrained. The output
-    is the mean of the streams, their sum as in the paper, or one more read ``A_m^T H_T`` (``"learned"``).
+    with its own ``A_m`` [n], ``A_r`` [n, n], ``B`` [n], all unconstrained; `mhc` constrains them. The output is the
+    mean of the streams, their sum as in the paper, or one more read ``A_m^T H_T`` (``"learned"``).
 
     **Paper start.** ``A_m = e_{t mod n}`` with streams counted from 0 and units from 1, ``A_r = I``, ``B = 1``: a plain
     residual network in each stream. A learned output starts as the mean.
 
-    **Preserving start.** The same: every stream is ``x_t``, bitwise, and so is the output for n = 1, 2 and 4. Where it
-    is the sum, unit T has ``A_r = I/n`` and ``B = 1/n``. All weights learn: A_r through the output, A_m and B through
-    the branches (A_m hardly in the first step where a norm follows, as all streams are equal).
+    **Preserving start.** The same: every stream is ``x_t``, bitwise, and so is the output for n = 1, 2 and 4. If the
+    output is the sum, unit T has ``A_r = I/n`` and ``B = 1/n``. All weights learn: A_r through the output, A_m and B
+    through the branches (before a norm, A_m hardly learns in the first step, as all streams are equal).
 
     Args:
         streams: n, 1 or more.
@@ -298,7 +298,7 @@ class HyperConnections(ParallelStreams):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, float32 [T, n, 1 + n + 1]: for each unit the columns ``A_m | A_r | B``.
 
-        With a learned output ``last_static``, float32 [n, 1], its A_m.
+        With a learned output also its A_m, ``last_static``, float32 [n, 1].
         """
         depth, n = dims.depth, self.streams
         read = torch.eye(n)[torch.arange(1, depth + 1) % n].unsqueeze(-1)  # [T, n, 1]
@@ -312,7 +312,7 @@ class HyperConnections(ParallelStreams):
         if "dynamic" in parameters:
             return found
         steps = dict(zip(dims.units, _steps(parameters["static"].float()), strict=False))
-        return Weights(found.units, found.last, steps=steps)  # not _replace, which Dynamo of torch 2.11 does not know
+        return Weights(found.units, found.last, steps=steps)  # not _replace, which Dynamo of torch 2.11 cannot trace
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:
@@ -338,13 +338,13 @@ class HyperConnections(ParallelStreams):
 class DynamicHyperConnections(HyperConnections):
     """Hyper-connections whose weights also depend on the token (arXiv 2409.19606).
 
-    `HyperConnections` with ``s tanh(norm(H) W)`` added to A_m, A_r and B: one row for each stream, W
+    `HyperConnections` with ``s tanh(norm(H) W)`` added to A_m, A_r and B: one row for each stream, with W
     [D, 1 + n + 1] and two scales s (one for A_m and A_r, one for B) for each unit. The norm is over the channels of
-    each stream. It is an RMS norm without a learned scale, which W absorbs (the authors' listing has a layer norm).
+    each stream: an RMS norm without a learned scale, which W absorbs (the authors' listing has a layer norm).
 
-    **Both starts** are those of `HyperConnections` with ``W = 0`` and ``s = 0.01``: the same function, exactly. W
-    learns at once, s from the second step on, as its gradient is a multiple of ``tanh(norm(H) W)``. Where the branches
-    start at zero, W of A_m and of B wait one step for them, and the scale of B two. Options are those of
+    **Both starts** are those of `HyperConnections` with ``W = 0`` and ``s = 0.01``: exactly the same function. W learns
+    from the first step on, s from the second, as its gradient is a multiple of ``tanh(norm(H) W)``. If the branches
+    start at zero, W of A_m and of B learn one step later, and the scale of B two. Options are those of
     `HyperConnections`.
     """
 
@@ -357,9 +357,9 @@ class DynamicHyperConnections(HyperConnections):
         return Gating(self.streams)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
+        """``static`` as in `HyperConnections`; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
 
-        With a learned output its own W, ``last_dynamic``, float32 [D, 1], and s, ``last_scale``, float32 [1].
+        With a learned output also its W, ``last_dynamic``, float32 [D, 1], and s, ``last_scale``, float32 [1].
         """
         found = super().parameters(dims, start) | _dynamic_start(dims.depth, dims.width, 1 + self.streams + 1)
         if self.output == "learned":
@@ -373,14 +373,14 @@ class FracConnections(Streams):
     """Frac-connections: hyper-connections between m fractions of one hidden state (arXiv 2503.14125).
 
     ``x_0`` is split into m fractions of D/m channels, H [m, D/m]; no state grows. Unit t reads ``A_m^T H_{t-1}``
-    with its m fractions put side by side, and writes ``H_t = A_r^T H_{t-1} + diag(B) F_t``, where F_t [m, D/m] are the
-    fractions of ``f_t``; A_m and A_r are [m, m], B is [m]. The output is H_T, its fractions side by side. ``dynamic``
-    adds ``s tanh(norm(H) W)`` to all three as in `DynamicHyperConnections`; the norm is over each fraction, and W
-    [D/m, m + m + 1] is shared by the fractions.
+    with its m fractions concatenated, and writes ``H_t = A_r^T H_{t-1} + diag(B) F_t``, where F_t [m, D/m] are the
+    fractions of ``f_t``; A_m and A_r are [m, m], B is [m]. The output is H_T, with its fractions concatenated.
+    ``dynamic`` adds ``s tanh(norm(H) W)`` to all three as in `DynamicHyperConnections`; the norm is over each fraction,
+    and W [D/m, m + m + 1] is shared by the fractions.
 
     **Both starts** are ``A_m = A_r = I``, ``B = 1``, ``W = 0`` and ``s = 0.01``: the original network, bitwise. All
-    weights learn at once, but s from the second step on; where the branches start at zero, A_m, B and their W wait one
-    step for them, and the scale of B two.
+    weights learn from the first step on, except s, which learns from the second; if the branches start at zero, A_m, B
+    and their W learn one step later, and the scale of B two.
 
     Args:
         fractions: m, 1 or more; has to divide the width.
@@ -437,10 +437,10 @@ class FracConnections(Streams):
 
 
 def _steps(static: Tensor) -> tuple[Tensor, ...]:
-    """`Weights.steps` of static values ``A_m | A_r | B``, [T, n, 1 + n + 1]: of all units but the last."""
+    """`Weights.steps` for all units but the last, from static values ``A_m | A_r | B``, [T, n, 1 + n + 1]."""
     _, carry, write = static[:-1].tensor_split((1, -1), dim=-1)
     written = torch.cat([carry.mT, write], dim=-1)  # [T - 1, n, n + 1]
-    read = (static[1:, :, :1] * written).sum(-2, keepdim=True)  # no matrix product: TF32 would round
+    read = (static[1:, :, :1] * written).sum(-2, keepdim=True)  # not a matrix product: TF32 would round
     return torch.cat([written, read], dim=-2).unbind()
 
 

@@ -22,19 +22,19 @@ class TwoLanes(HyperConnections):
     """Two residual streams: attentions read the first, other branches the second (modded-nanogpt, pull request 230).
 
     ``l_0 = l_1 = x_0``. Unit t reads ``r_t = l_k``, k = 0 for attentions, else 1, and then ``l_j = d_t l_j + w_tj f_t``
-    for both j; the output is ``(l_0 + l_1) / 2``. Only in the last units w has two numbers; in those before it is one
-    for both lanes, which stay equal. So these are `HyperConnections` of two streams, whose reads are fixed and which
-    are not mixed.
+    for both j; the output is ``(l_0 + l_1) / 2``. w has two numbers only in the last units; in earlier units the lanes
+    share one, and so stay equal. These are `HyperConnections` of two streams with fixed reads and no mixing.
 
-    **Preserving start.** ``d = w = 1``: both lanes are ``x_t``, bitwise, and so is the output. All learn at once.
+    **Preserving start.** ``d = w = 1``: both lanes are ``x_t``, bitwise, and so is the output. All weights learn from
+    the first step on.
 
     **Paper start**, as in modded-nanogpt: ``d = sqrt(1.1)``, ``w = 1``.
 
     Args:
-        last: in how many units at the end the lanes differ; 8 are four blocks of attention and MLP, as there. (The
-            lanes before are held twice, too.)
-        second: the units that read the second lane, by number or kind of branch; None: those that do not begin with
-            an attention, or every second one if all do.
+        last: number of units at the end in which the lanes differ; 8 are four blocks of attention and MLP, as in
+            modded-nanogpt. (Earlier units hold two equal lanes.)
+        second: units that read the second lane, by number or kind of branch; None: those that do not begin with an
+            attention, or every second unit if all do.
     """
 
     of_states: ClassVar[frozenset[str]] = frozenset({"decay", "single", "write"})
@@ -56,7 +56,7 @@ class TwoLanes(HyperConnections):
         return dataclasses.replace(self, second=tuple(units)) if units else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``decay``, d, float32 [T]; w of the last units, ``write`` [.., 2], and of those before, ``single`` [..]."""
+        """``decay``, d, float32 [T]; ``write`` [.., 2], w of the last units; ``single`` [..], w of earlier units."""
         two = min(self.last, dims.depth)
         decay = torch.full((dims.depth,), 1.0 if start == "preserve" else 1.1**0.5)
         before = {"single": torch.ones(dims.depth - two)} if dims.depth > two else {}

@@ -17,8 +17,8 @@ from rewire.topologies.scaled_sum import ScaledSum, Scales
 
 Form = Literal["softmax", "difference"]
 
-# The paper speaks of layers and lets f be an attention, an MLP or a group of them. Its language models add 2N and
-# 2rND parameters for N layers (Section 3.2.1; Table 5 agrees): one connection for each transformer block.
+# In the paper, f may be an attention, an MLP or a group of them. Its language models add 2N and 2rND parameters for N
+# layers (Section 3.2.1; Table 5 agrees), which means one connection for each transformer block.
 _GRANULARITY: Granularity = "block"
 
 
@@ -31,16 +31,16 @@ class LaurelRW(ScaledSum):
 
     The paper bounds a and b by "a normalization function such as softmax or sigmoid"; here
     ``(a_t, b_t) = total * softmax(c_t)``. **Both starts** are ``c = 0``, so ``a = b = total / 2``: with ``total=2``
-    the original network, exactly (bitwise in float32 and float64), and at the softmax's steepest point. With
-    ``total=1``, the plain softmax, each unit halves branch and shortcut.
+    exactly the original network (bitwise in float32 and float64), where the softmax is steepest. With ``total=1``, the
+    plain softmax, each unit halves branch and shortcut.
 
-    For another total, ``start="preserve"`` takes ``form="difference"``, which is ours:
-    ``(a_t, b_t) = 1 + total * (softmax(c_t) - 1/2)``. At ``c = 0`` that is the original network, bitwise, and c has the
-    same gradient as in the other form. Then a and b add up to 2, and stay within ``1 - total / 2`` and
-    ``1 + total / 2``; for ``total=2`` both forms are the same.
+    For any other total, ``start="preserve"`` takes ``form="difference"``, which is ours:
+    ``(a_t, b_t) = 1 + total * (softmax(c_t) - 1/2)``. At ``c = 0`` this is the original network, bitwise, and c has the
+    same gradient as in the other form. a and b add up to 2, and stay between ``1 - total / 2`` and ``1 + total / 2``;
+    for ``total=2`` both forms are the same.
 
     Args:
-        total: what a and b add up to, a positive number; in a difference, how far apart they get at most.
+        total: a positive number, the sum of a and b; in difference form, the largest difference between them.
         form: "softmax", the paper's, or "difference".
     """
 
@@ -57,7 +57,7 @@ class LaurelRW(ScaledSum):
         return dataclasses.replace(self, form="difference") if start == "preserve" and self.total != 2 else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``logits``, float32 [T, 2]: c_t for t = 1..T, that of the branch first."""
+        """``logits``, float32 [T, 2]: c_t for t = 1..T, with the branch's entry first."""
         return {"logits": _start_logits(self, dims, start)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
@@ -72,7 +72,7 @@ class LowRank(NamedTuple):
         down: A^T for each unit, [T, D, r].
         up: B^T for each unit, [T, r, D].
         scales: a and b; None: all 1.
-        gains: for t = 1..T in turn, the weights of unit t's states, oldest first; none in LAuReL-LR.
+        gains: for each t = 1..T, the weights of unit t's states, oldest first; empty in LAuReL-LR.
     """
 
     down: Tensor
@@ -86,20 +86,20 @@ class LowRank(NamedTuple):
 class LaurelLR(Recurrence[LowRank]):
     """LAuReL, low rank: the shortcut is the identity plus a learned low-rank map (LAuReL-LR, arXiv 2411.07501).
 
-    ``x_t = f_t + x_{t-1} + B_t A_t x_{t-1}`` (Equation 3), A being r x D and B D x r. Unit t reads ``x_{t-1}``, the
-    only state; the trunk's output is ``x_T``. In post-norm blocks the sum passes the norm.
+    ``x_t = f_t + x_{t-1} + B_t A_t x_{t-1}`` (Equation 3), where A is r x D and B is D x r. Unit t reads ``x_{t-1}``,
+    the only state; the trunk's output is ``x_T``. Post-norm blocks norm the sum.
 
     **Both starts** are the paper's for language models (Section 3.3): ``B = 0``, the original network, bitwise, and
-    ``A_ji = 1 / sqrt(r D)`` where ``i mod r = j``, else 0. B has a gradient at once; A gets its through B, one step
-    later. The product is computed in float32, under autocast too.
+    ``A_ji = 1 / sqrt(r D)`` where ``i mod r = j``, else 0. B has a gradient from the first step on; A one step later,
+    through B. The product is computed in float32, also under autocast.
 
     **With residual weights** (``total``), LAuReL-RW+LR: ``x_t = a_t f_t + b_t (x_{t-1} + B_t A_t x_{t-1})``
-    (Equation 5), a and b, their starts and forms being those of `LaurelRW`.
+    (Equation 5), with a and b, their starts and forms as in `LaurelRW`.
 
     Args:
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
-        total: what a and b add up to, a positive number; None: there are none.
-        form: of a and b.
+        total: a positive number, the sum of a and b; None: without a and b.
+        form: form of a and b.
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
@@ -122,7 +122,7 @@ class LaurelLR(Recurrence[LowRank]):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``down``, float32 [T, D, r], and ``up``, float32 [T, r, D]: ``A_t^T`` and ``B_t^T``.
 
-        With residual weights, ``logits``, too: those of `LaurelRW`.
+        With residual weights also ``logits``, as in `LaurelRW`.
         """
         rank = min(self.rank, dims.width)
         down = torch.zeros(dims.width, rank)
@@ -163,7 +163,7 @@ class LaurelLR(Recurrence[LowRank]):
         return torch.diag(diagonal if weights.scales is None else diagonal * weights.scales.shortcut)
 
     def _mapped(self, states: States, weights: LowRank, t: int) -> Tensor:
-        """What the low-rank map of unit t is applied to."""
+        """The input of unit t's low-rank map."""
         return states[-1]
 
 
@@ -173,18 +173,17 @@ class LaurelPA(LaurelLR):
     """LAuReL with previous activations: a low-rank map of the last k states (LAuReL-PA, arXiv 2411.07501).
 
     ``x_t = f_t + x_{t-1} + sum_j g_tj h_t(x_j)`` over the last k states ``x_{t-k} .. x_{t-1}`` (Equation 4; fewer
-    while t < k), with ``h_t(x) = B_t A_t x``, one for all k. As h is linear, the states are summed first and mapped
-    once. The states kept are those k; everything else is as in `LaurelLR`. With residual weights (``total``) it is
-    LAuReL-RW+LR+PA: ``x_t = a_t f_t + b_t (x_{t-1} + sum_j g_tj h_t(x_j))`` (Equation 6, where each j has a map of its
-    own).
+    while t < k), with one map ``h_t(x) = B_t A_t x`` for all k. As h is linear, the states are summed first and mapped
+    once. Only these k states are kept; everything else is as in `LaurelLR`. With residual weights (``total``) it is
+    LAuReL-RW+LR+PA: ``x_t = a_t f_t + b_t (x_{t-1} + sum_j g_tj h_t(x_j))`` (Equation 6, where each j has its own map).
 
     **Both starts**: A and B as in `LaurelLR`, so again the original network, bitwise. The paper gives no start for g;
-    it is 1 here, so that B has a gradient at once. A and g get theirs through B, one step later.
+    here it is 1, so that B has a gradient from the first step on. A and g have one a step later, through B.
 
     Args:
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
         last: k, 1 or more.
-        total, form: of a and b, as in `LaurelLR`.
+        total, form: as in `LaurelLR`.
     """
 
     last: int = 3  # Section 4.3
@@ -196,7 +195,7 @@ class LaurelPA(LaurelLR):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``down`` and ``up`` as in `LaurelLR`, and ``gains``.
 
-        ``gains`` is float32, flat: for t = 1..T in turn, one entry for each of its states, oldest first.
+        ``gains`` is float32, flat: for each t = 1..T, one entry for each of its states, oldest first.
         """
         return {**super().parameters(dims, start), "gains": torch.ones(sum(self._counts(dims)))}
 
@@ -218,7 +217,7 @@ class LaurelPA(LaurelLR):
         return mix(states, weights.gains[t - 1])
 
     def _counts(self, dims: Dims) -> list[int]:
-        """For t = 1..T in turn, how many states are mapped."""
+        """For each t = 1..T, the number of states that are mapped."""
         return [min(t, self.last) for t in range(1, dims.depth + 1)]
 
 
@@ -230,7 +229,7 @@ def _start_logits(topology: LaurelRW | LaurelLR, dims: Dims, start: Start) -> Te
 
 
 def _residual_weights(logits: Tensor, total: float, form: Form) -> Scales:
-    """a and b of c, [T, 2]."""
+    """a and b from c, [T, 2]."""
     shares = torch.softmax(logits, dim=1)
     branch, shortcut = (total * shares if form == "softmax" else 1 + total * (shares - 0.5)).unbind(1)
     return Scales(shortcut, branch)

@@ -1,6 +1,6 @@
-"""Square matrices on manifolds, made of free values: how manifold hyper-connections mix their streams.
+"""Parametrisations of square matrices on manifolds, by which manifold hyper-connections mix their streams.
 
-`MANIFOLDS` has them by name. Who adds one can choose it with ``rewire.compile(model, "mhc", residual=name)``.
+`MANIFOLDS` has them by name; one that is added there can be chosen by ``rewire.compile(model, "mhc", residual=name)``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from rewire.mixes.autograd import by_product, under_transforms
 from rewire.mixes.tokens import compiled_sinkhorn, project
 
-_MOST_PERMUTED = 8  # of which there are 40,320
-_NEAR = 3.0  # log-odds of the identity, at the preserving start
+_MOST_PERMUTED = 8  # 8 streams have 40,320 permutations
+_NEAR = 3.0  # log-odds of the identity at the preserving start
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifold:
-    """How a matrix that mixes n streams is made of free values.
+    """A parametrisation of matrices that mix n streams by unconstrained values.
 
     Attributes:
-        values: K, how many there are for n streams; raises ValueError for an n that it does not take.
-        matrix: from values [..., K], n, and the constants (or None), matrices [..., n, n] in the values' dtype: from
-            stream i (column) to stream o (row).
-        start: for n streams, values [K] of the preserving start: a matrix with the eigenvectors 1, of eigenvalue 1, and
-            ``linspace(-1, 1, n)``; the identity, or near it.
-        paper: the same of the paper start; None: zeros.
-        constants: what depends on n and a device alone, made once in a forward; None: nothing.
+        values: n -> K, the number of values; raises ValueError for an n that it does not support.
+        matrix: values [..., K], n, constants or None -> matrices [..., n, n] in the values' dtype, from stream i
+            (column) to stream o (row).
+        start: n -> values [K] of the preserving start: a matrix that is or nearly is the identity, with eigenvectors 1,
+            of eigenvalue 1, and ``linspace(-1, 1, n)``.
+        paper: the same for the paper start; None: zeros.
+        constants: n, device -> a tensor that depends only on these, made once per forward; None: there is none.
     """
 
     values: Callable[[int], int]
@@ -49,7 +49,7 @@ def _identity(values: Tensor, n: int, _: Tensor | None) -> Tensor:
 def _permutations(n: int) -> int:
     if n > _MOST_PERMUTED:
         raise ValueError(f"streams={n}: more than {_MOST_PERMUTED} have too many permutations.")
-    return math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
+    return math.prod(range(2, n + 1))  # not math.factorial, which torch.compile cannot trace
 
 
 def _near_first(n: int) -> Tensor:
@@ -60,17 +60,17 @@ def _near_first(n: int) -> Tensor:
 
 
 def _factors(n: int) -> int:
-    """The exponent of n, a power of 2."""
+    """log2 of n, a power of 2."""
     if n & (n - 1):
         raise ValueError(f"streams={n}: Kronecker products of 2 x 2 matrices need a power of 2, like 4.")
     return n.bit_length() - 1
 
 
 def kronecker(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
-    """The Kronecker product of ``p I + (1 - p) S``, S the swap of two: doubly stochastic.
+    """The Kronecker product of factors ``p I + (1 - p) S``, where S swaps two: doubly stochastic.
 
     Args:
-        values: [..., 2 log2(n)]; of each factor in turn, the logits of p and 1 - p.
+        values: [..., 2 log2(n)]; for each factor, the logits of p and 1 - p.
 
     Returns:
         [..., n, n]
@@ -85,7 +85,7 @@ def kronecker(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
 def permutations(n: int, device: torch.device) -> Tensor:
     """float32 [n!, n n]: all permutation matrices, row by row, the identity first."""
     orders = torch.zeros(1, 1, dtype=torch.long, device=device)
-    for largest in range(1, n):  # which goes to each place of the orders of the others
+    for largest in range(1, n):  # insert it at each place of the permutations of smaller ones
         added = orders.new_full((len(orders), 1), largest)
         places = reversed(range(largest + 1))
         orders = torch.cat([torch.cat([orders[:, :place], added, orders[:, place:]], 1) for place in places])
@@ -93,11 +93,11 @@ def permutations(n: int, device: torch.device) -> Tensor:
 
 
 def convex(logits: Tensor, corners: Tensor) -> Tensor:
-    """The mean of ``corners``, weighted with the softmax of the logits.
+    """The mean of ``corners``, weighted by the softmax of the logits.
 
     Args:
         logits: [..., K].
-        corners: float32 [K, n n], of `permutations`: the result is doubly stochastic.
+        corners: float32 [K, n n], from `permutations`, so that the result is doubly stochastic.
 
     Returns:
         [..., n, n]
@@ -107,9 +107,9 @@ def convex(logits: Tensor, corners: Tensor) -> Tensor:
 
 
 def cayley(values: Tensor, n: int) -> Tensor:
-    """``(I - A/2)^-1 (I + A/2)``, a rotation; A is skew, and ``values`` [..., n (n - 1) / 2] are its upper triangle.
+    """``(I - A/2)^-1 (I + A/2)``, a rotation, where ``values`` [..., n (n - 1) / 2] are the upper triangle of skew A.
 
-    The values are angles, to first order. A rotation by 180 degrees is the limit of infinite ones.
+    To first order, the values are angles. Rotations by 180 degrees are only reached by infinite values.
 
     Returns:
         [..., n, n], orthogonal
@@ -122,14 +122,14 @@ def cayley(values: Tensor, n: int) -> Tensor:
 
 
 def spectral(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
-    """``1/n + Z U diag(s) V^T Z^T``, Z an orthonormal basis of what is at right angles to 1, U and V rotations.
+    """``1/n + Z U diag(s) V^T Z^T`` with rotations U and V, and Z an orthonormal basis of the complement of 1.
 
-    Rows and columns sum to 1 and the largest singular value is 1, as of doubly stochastic matrices, but entries may be
-    negative. With a the values: ``s = tanh(a)``, and ``U = (I + A)^-1 (I - A)``, A skew with ``tanh(a)`` above its
+    Rows and columns sum to 1 and the largest singular value is 1, as for doubly stochastic matrices, but entries may be
+    negative. From values a: ``s = tanh(a)``, and ``U = (I + A)^-1 (I - A)``, where A is skew with ``tanh(a)`` above its
     diagonal.
 
     Args:
-        values: [..., (n - 1)^2]; those of U, of V, and the n - 1 of s.
+        values: [..., (n - 1)^2]: those of U, then of V, then the n - 1 of s.
 
     Returns:
         [..., n, n]
@@ -144,7 +144,7 @@ def spectral(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
 
 
 def _not_turned(n: int) -> Tensor:
-    """Rotations by nothing, and singular values of tanh(4), as in the authors' code."""
+    """Values of identity rotations and singular values tanh(4), as in the authors' code."""
     return torch.cat([torch.zeros((n - 1) * (n - 2)), torch.full((n - 1,), 4.0)])
 
 
@@ -153,7 +153,7 @@ def _convex(values: Tensor, n: int, corners: Tensor | None) -> Tensor:
     return convex(values, corners)
 
 
-#: By the name that ``residual=`` of `mhc` has for it; "sinkhorn", which has options and kernels, is there beside them.
+#: By name, for the option ``residual=`` of `mhc`, which also takes "sinkhorn"; that has options and kernels.
 MANIFOLDS: dict[str, Manifold] = {
     "identity": Manifold(lambda n: 0, _identity, lambda n: torch.zeros(0)),
     "permutations": Manifold(_permutations, _convex, _near_first, constants=permutations),
@@ -168,12 +168,12 @@ MANIFOLDS: dict[str, Manifold] = {
 
 
 def _namespace(name: str) -> str:
-    """Where the operators of this module are registered: an ejected model, which has its own, would overwrite ours.
+    """A free namespace for this module's operators, which the copies in ejected models would otherwise overwrite.
 
-    Torch frees an operator that is overwritten, under models that still call it.
+    Torch frees an overwritten operator, although models may still call it.
     """
     name = re.sub(r"\W", "_", name.removesuffix(".topologies.manifolds"))
-    while hasattr(getattr(torch.ops, name), "sinkhorn"):  # of a module of this name that was imported before
+    while hasattr(getattr(torch.ops, name), "sinkhorn"):  # registered by another copy of this module
         name += "_"
     return name
 
@@ -185,15 +185,14 @@ _NAMESPACE = _namespace(__name__)
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """``exp(logits)`` with columns, then rows, divided by their sum, ``iterations`` times (Sinkhorn-Knopp).
 
-    With ``eps`` as in the code of DeepSeek-V4: it is added to the entries after the first division, of columns, and
-    to the sum in all others.
+    ``eps`` is used as in the code of DeepSeek-V4: it is added to the entries after the first division, of columns, and
+    to the sums in all others.
 
-    The first of them in the logarithmic domain, where no logits overflow or leave a row that is all zero. From there on
-    sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is an operator of its own,
-    so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
-    long for a model with the unrolled loop in each unit. On CPUs it is a compiled loop; on GPUs gates of units are
-    made by kernels that contain it (`rewire.kernels.handwritten.gates`). Derivatives of gradients are operations of
-    torch.
+    The first division is in the logarithmic domain, where logits neither overflow nor leave a row that is all zero.
+    From there on sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is a custom operator,
+    so that backward recomputes the steps instead of keeping them, and because torch.compile takes several times as long
+    for a model with the unrolled loop in each unit. On CPUs it is a compiled loop; on GPUs it is part of the kernels
+    that compute gates (`rewire.kernels.handwritten.gates`). Gradients of gradients use torch operations.
 
     Args:
         logits: [..., n, n], float32 or float64.
@@ -208,7 +207,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def balanced(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """`sinkhorn`, without an operator where it cannot be followed, or where it takes longer than the loop."""
+    """`sinkhorn`, in plain torch where the operator is not supported or takes longer than the loop."""
     if under_transforms():
         return sinkhorn_steps(logits, iterations, eps)
     loop = compiled_sinkhorn(logits) if by_product(logits) else None
@@ -216,33 +215,33 @@ def balanced(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """`sinkhorn` as operations of torch, which any transformation can follow."""
+    """`sinkhorn` in plain torch, which any transformation supports."""
     *_, steps = _normalised(logits, iterations, eps)
     return steps[-1].movedim((0, 1), (-2, -1)).contiguous()
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Gradient of the logits of `sinkhorn` from that of its result."""
+    """Gradient of the logits of `sinkhorn` from the gradient of its result."""
     loop = compiled_sinkhorn(logits)
     return (_gradient if loop is None else loop.backward)(grad, logits, iterations, eps)
 
 
 def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """By the gradients of the logarithms of all steps: of ``log p - log(sum p + eps)``, ``g - q sum g``."""
+    """`sinkhorn_backward`, in logarithms: each step ``log p - log(sum p + eps)`` has the gradient ``g - q sum g``."""
     columns, padded, steps = _normalised(logits, iterations, eps)
     grad = grad.movedim((-2, -1), (0, 1)) * steps[-1]
     for step, dim in zip(reversed(steps), (1, *(0, 1) * (iterations - 1)), strict=True):
         grad = grad - step * grad.sum(dim, keepdim=True)
     grad = grad * (columns - padded).exp()
     grad = grad - columns.exp() * grad.sum(0, keepdim=True)
-    return grad.movedim((0, 1), (-2, -1)).contiguous()  # in the layout that the fake promises
+    return grad.movedim((0, 1), (-2, -1)).contiguous()  # in the memory layout of the fake implementation
 
 
 def _normalised(logits: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Logarithms of the matrix with normalised columns, and of the same plus eps; then it with rows, columns, rows, ...
+    """Logarithms of the matrix with normalised columns, and of this plus eps; then the matrix after each later step.
 
-    They are [n, n, ...]: on a CPU, sums over the dimensions that vary most slowly take a tenth of the time.
+    Shapes are [n, n, ...]: on a CPU, sums over the slowest-varying dimensions take a tenth of the time.
     """
     floor = logits.new_full((), math.log(eps) if eps > 0 else -math.inf)
     columns = torch.log_softmax(logits.movedim((-2, -1), (0, 1)).contiguous(), 0)
@@ -271,7 +270,7 @@ def _setup_twice(ctx: Any, inputs: tuple[Tensor, Tensor, int, float], output: Te
 
 
 def _backward_twice(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    again = torch.is_grad_enabled()  # with create_graph=True
+    again = torch.is_grad_enabled()  # true with create_graph=True
     with torch.enable_grad():
         grad, logits = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors)
         result = _gradient(grad, logits, ctx.iterations, ctx.eps)

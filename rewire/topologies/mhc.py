@@ -19,13 +19,13 @@ from rewire.topologies.manifolds import MANIFOLDS, balanced
 from rewire.topologies.registry import register_topology
 
 _PHI_STD = 0.02  # as in the code of DeepSeek-V4
-_DIAGONAL = 4.0  # logits of the diagonal for Sinkhorn-Knopp, at the preserving start
+_DIAGONAL = 4.0  # Sinkhorn-Knopp's diagonal logits at the preserving start
 
 
 class Waiting:
-    """What the next unit reads of the streams, float32 [..., n, 1].
+    """The weights of the streams in the next unit's read, float32 [..., n, 1].
 
-    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+    A plain class: FSDP2 casts every tensor in tuples and dataclasses that a block gets.
     """
 
     __slots__ = ("weights",)
@@ -44,71 +44,70 @@ class ManifoldHyperConnections(ParallelStreams):
 
     - ``H_pre = sigmoid(alpha_pre x phi_pre + b_pre)`` [n],
     - ``H_post = 2 sigmoid(alpha_post x phi_post + b_post)`` [n],
-    - ``H_res`` [n, n], from stream i (column) to stream o (row), is made of ``z = alpha_res x phi_res + b_res``.
+    - ``H_res`` [n, n], from stream i (column) to stream o (row), is computed from ``z = alpha_res x phi_res + b_res``.
 
-    The norm has no learned scale: phi absorbs it. ``residual`` says what ``H_res`` is:
+    The norm has no learned scale: phi absorbs it. ``residual`` selects ``H_res``:
 
-    - ``"sinkhorn"``: z is n x n, and columns and rows of ``exp(z)`` are normalised in turn, ``iterations`` times (eq.
-      9), rows last: they sum to 1, columns in the limit. DeepSeek-V4 and GLM-5 Next.
+    - ``"sinkhorn"``: z is n x n, and columns and rows of ``exp(z)`` are normalised alternately, ``iterations`` times
+      (eq. 9), rows last: rows sum to 1, columns in the limit. DeepSeek-V4 and GLM-5 Next.
     - ``"identity"``: I, without z. Hunyuan V4.
     - ``"permutations"``: ``sum_k softmax(z)_k P_k`` over all n! permutation matrices (mHC-lite, arXiv 2601.05732):
       doubly stochastic, without iterations. For few streams, as z has n! values.
     - ``"cayley"``: ``(I - A/2)^-1 (I + A/2)``, a rotation; A is skew, and z its upper triangle (JPmHC, arXiv
       2602.18308, which approximates the inverse by iterations).
-    - ``"kronecker"``: the Kronecker product of ``log2(n)`` matrices ``p I + (1 - p) S`` of 2 x 2, S swapping two, with
-      ``(p, 1 - p)`` a softmax of two values of z for each (KromHC, arXiv 2601.21579): doubly stochastic, without
-      iterations, from few values.
-    - ``"spectral"``: ``1/n + Z U diag(s) V^T Z^T`` with Z a basis of what is at right angles to 1, rotations U and V,
-      and ``-1 < s < 1`` (sHC, arXiv 2603.20896, as in its authors' code but for a scale of their own for each of the
-      three): rows and columns sum to 1, and no direction grows, but entries may be negative. z is ``(n - 1)^2`` values.
-    - what else is in `MANIFOLDS`.
+    - ``"kronecker"``: the Kronecker product of ``log2(n)`` 2 x 2 matrices ``p I + (1 - p) S``, where S swaps two and
+      ``(p, 1 - p)`` is a softmax of two values of z (KromHC, arXiv 2601.21579): doubly stochastic, without iterations,
+      from few values.
+    - ``"spectral"``: ``1/n + Z U diag(s) V^T Z^T`` with rotations U and V, ``-1 < s < 1``, and Z a basis of the
+      complement of 1 (sHC, arXiv 2603.20896; its authors' code has a separate scale for each of the three): rows and
+      columns sum to 1, and no direction grows, but entries may be negative. z has ``(n - 1)^2`` values.
+    - any other name in `MANIFOLDS`.
 
-    For a free matrix, and free gates, take `HyperConnections` or `DynamicHyperConnections`. A learned output is one
+    For an unconstrained matrix and gates, use `HyperConnections` or `DynamicHyperConnections`. A learned output is one
     more read, ``H_pre H_T``, as in DeepSeek-V4 and Hunyuan V4; GLM-5 Next has the mean, the paper the sum.
 
-    With ``delayed=True, output="learned"`` (Single-Pass mHC, DeepSeek-V4.1) a unit reads with the weights that the one
-    before it computed, so that streams are read and written once between two branches; unit 1 reads the first stream,
-    and the output is what the last unit's weights read: it has none of its own.
+    With ``delayed=True, output="learned"`` (Single-Pass mHC, DeepSeek-V4.1) a unit reads with the weights that the
+    previous unit computed, so that streams are read and written once between two branches. Unit 1 reads the first
+    stream, and the last unit's weights read the output, which has no weights of its own.
 
-    With ``entry_scales=True`` (Learned Stream Scaling, arXiv 2606.03483) the streams start apart: stream i is ``s_i *
-    x_0`` with a learned s_i [D]. Equal streams are told apart by what is written to them alone, and many a model uses
-    one of them in the end.
+    With ``entry_scales=True`` (Learned Stream Scaling, arXiv 2606.03483) the streams start differently: stream i is
+    ``s_i * x_0`` with a learned s_i [D]. Streams that start equal only diverge by what is written to them, and many
+    models end up using one of them.
 
     **Paper start.** ``alpha = 0.01``; the paper does not give the others: phi is normal with standard deviation 0.02
     and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n; for
     ``"spectral"`` s is tanh(4). (With phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1,
-    and H_res 1/n, or I for cayley, which spectral nearly is.
-    Entry scales are 0.6 and Xavier's uniform noise, as in their authors' code.
+    and H_res 1/n; for cayley it is I, and for spectral nearly so.
+    Entry scales are 0.6 plus Xavier's uniform noise, as in their authors' code.
 
-    **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
-    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, less of v if magnitude < 2; ``H_pre``,
-    and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
-    multiple of I plus a constant, or otherwise such that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the
-    diagonal, else 0; the identity has the share ``e^3 / (1 + e^3)`` of the permutations, and of each Kronecker factor;
-    ``A = 0``; U and V are I, and s is tanh(4). (Nearer to the identity, the gradients of the first two would vanish,
-    and `sinkhorn` hardly converge.) phi is 0; ``s_i = 1 + v_i / 2``. That is the original to rounding, and with `eps`
-    to T eps, delayed or not. With ``output="sum"`` the function is n times as large, which no constrained H_res undoes:
-    `for_start` makes it the mean, which is the sum of streams that hold ``1/n`` of ``x_t`` each.
+    **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, up to multiples of some ``y_t`` that no
+    read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, with less of v if magnitude < 2; ``H_pre`` and a
+    learned output are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
+    multiple of I plus a constant, or another matrix with eigenvectors 1 and v: Sinkhorn's logits are 4 on the diagonal,
+    else 0; the identity has weight ``e^3 / (1 + e^3)`` among permutations, and in each Kronecker factor; ``A = 0``; U
+    and V are I, and s is tanh(4). (Closer to the identity, the gradients of the first two would vanish, and `sinkhorn`
+    would hardly converge.) phi is 0; ``s_i = 1 + v_i / 2``. This is the original network to rounding, and with `eps` to
+    T eps, delayed or not. With ``output="sum"`` the result would be n times as large, which no constrained H_res can
+    undo: `for_start` takes the mean instead, which is the sum of streams that each hold ``1/n`` of ``x_t``.
 
-    - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step,
-      as it does for "kronecker". Where the branches start at zero, all but a learned output waits one step more.
-      Gradients of H_res may be small: use Adam rather than plain SGD.
-    - *No gradient by construction*, with either start: H_res of unit 1, which mixes equal streams (but for cayley), and
-      that of unit T where a mean or sum comes after it (but for cayley; hardly any for sinkhorn).
+    - *Learning*: b and phi learn from the first step on, alpha from the second. For n = 2, u is 0, and H_res learns one
+      step later, as it does for "kronecker". If the branches start at zero, all but a learned output needs one step
+      more. Gradients of H_res may be small: use Adam rather than plain SGD.
+    - *No gradient by construction*, with either start: H_res of unit 1, which mixes equal streams (except cayley), and
+      that of unit T before a mean or sum (except cayley; hardly any for sinkhorn).
 
     Args:
-        streams: n, 2 or more; of "permutations" 8 at most, of "kronecker" a power of 2.
+        streams: n, 2 or more; for "permutations" at most 8, for "kronecker" a power of 2.
         output: "mean", "sum" as in the paper, or "learned".
         iterations: how often `sinkhorn` normalises columns and rows, 1 or more.
         residual: "sinkhorn", or a name in `MANIFOLDS`: "identity", "permutations", "cayley", "kronecker" or
             "spectral".
         magnitude: the factor of H_post, 2 in the paper; an option of Hunyuan V4.
-        eps: as in the shipped models: it is added to H_pre, in `sinkhorn`, and for "identity" to H_post. They have
-            1e-6.
+        eps: added to H_pre, in `sinkhorn`, and for "identity" to H_post, as in the released models, which have 1e-6.
         norm_eps: epsilon of the norm; 1e-5 in GLM-5 Next and Hunyuan V4.
-        delayed: whether units read with the weights of the unit before; with ``output="learned"`` alone.
-        entry_scales: whether the streams start as ``x_0`` times learned scales, not as copies; not if delayed, where
-            unit 1 reads one of them as it is.
+        delayed: whether units read with the weights of the previous unit; only with ``output="learned"``.
+        entry_scales: whether the streams start as ``x_0`` times learned scales instead of copies; not if delayed, where
+            unit 1 reads just one stream.
     """
 
     needs_width: ClassVar[bool] = True
@@ -129,7 +128,7 @@ class ManifoldHyperConnections(ParallelStreams):
         super().__post_init__()
         check_count("iterations", self.iterations, 1)
         check_choice("residual", self.residual, ("sinkhorn", *MANIFOLDS))
-        assert self.scaled  # of so many streams
+        assert self.scaled  # raises for an unsupported number of streams
         if self.delayed and self.output != "learned":
             raise ValueError("delayed=True: the output is the read that the last unit computed: pass output='learned'.")
         if self.delayed and self.entry_scales:
@@ -149,11 +148,11 @@ class ManifoldHyperConnections(ParallelStreams):
         return (n, n, values) if values else (n, n)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """K columns: n of H_pre, n of H_post, and those of z; a matrix z row by row (o n + i).
+        """``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K]; ``scale``, alpha, float32 [T, 3].
 
-        ``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K], its rows stream by stream; ``scale``,
-        alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output, if not delayed, its
-        ``last_static`` [n], ``last_dynamic`` [n D, n] and ``last_scale`` [1]. With entry scales ``entry``, s [n, D].
+        The K columns are n of H_pre, n of H_post, and those of z, a matrix z row by row (o n + i). Rows of phi are
+        stream by stream; alpha is that of pre, post, res (if there is a z). A learned output, if not delayed, has
+        ``last_static`` [n], ``last_dynamic`` [n D, n] and ``last_scale`` [1]. Entry scales are ``entry``, s [n, D].
 
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
@@ -167,7 +166,7 @@ class ManifoldHyperConnections(ParallelStreams):
         if start == "preserve":
             self._check_preserves()
             odd = torch.linspace(-1, 1, n, dtype=torch.float64)
-            even = odd**2 - (odd**2).mean()  # sums to 0, also times odd
+            even = odd**2 - (odd**2).mean()  # its sum is 0, and so is that of its product with odd
             last = pre = _logit((1 + even / 2) / n - self.eps)
             spread = min(0.5, (self.magnitude - 1) / 2)
             post = _logit((1 + spread * odd - self._added) / self.magnitude)
@@ -196,14 +195,14 @@ class ManifoldHyperConnections(ParallelStreams):
             raise no_preserving_start(self, f"magnitude={self.magnitude} times a sigmoid is less than 1")
 
     def _near_identity(self) -> Tensor:
-        """Start of b_res."""
+        """Preserving start of b_res."""
         if self.residual == "sinkhorn":
             return _DIAGONAL * torch.eye(self.streams).flatten()
         return MANIFOLDS[self.residual].start(self.streams)
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         if weights.entry is not None:
-            like = weights.units[1].static  # what is drawn is on the CPU while a model is built on the meta device
+            like = weights.units[1].static  # drawn values are on the CPU even if the model is built on the meta device
             weights = weights._replace(entry=weights.entry.mean(1, keepdim=True).to(like.device))
         return super().matrix(weights, dims)
 
@@ -262,7 +261,7 @@ class ManifoldHyperConnections(ParallelStreams):
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         pre, post, res = values.tensor_split((self.streams, 2 * self.streams), dim=-1)
         write = self.magnitude * torch.sigmoid(post) + self._added
-        # Side by side, as sums take them
+        # In one tensor, as sums take them
         return Gates(self.reading(pre), torch.cat([self._mixed(res, weights), write.unsqueeze(-1)], dim=-1).mT)
 
     def _mixed(self, res: Tensor, weights: Weights) -> Tensor:
@@ -274,17 +273,17 @@ class ManifoldHyperConnections(ParallelStreams):
 
     @property
     def _added(self) -> float:
-        """What H_post gets beside its sigmoid: only Hunyuan V4 adds eps there."""
+        """The number that is added to H_post's sigmoid: only Hunyuan V4 adds eps there."""
         return self.eps if self.residual == "identity" else 0.0
 
 
 def _logit(shares: Tensor) -> Tensor:
-    """The float32 numbers of which these are the sigmoids."""
+    """The logits of ``shares``, float32."""
     return torch.logit(shares).float()
 
 
 def _weights_of(waiting: Waiting | Tensor) -> Tensor:
-    """What waits; where a stage of a pipeline began, it came as a tensor."""
+    """The waiting weights, which are a plain tensor at the start of a pipeline stage."""
     if isinstance(waiting, Tensor):
         return waiting.to(torch.promote_types(waiting.dtype, torch.float32))
     return waiting.weights

@@ -1,4 +1,4 @@
-"""Multi-Gate Residuals: streams that move towards what units return, read by a softmax over them (arXiv 2605.23259)."""
+"""Multi-Gate Residuals: gated streams that units read by a softmax over them (arXiv 2605.23259)."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _EPS = 1e-6  # of the norms
 class MultiGate(Topology[Named]):
     """Multi-Gate Residuals: n streams, each with a gate that moves it towards each branch (arXiv 2605.23259).
 
-    ``x_0`` is the first stream, and what the first n - 1 units return are the others. From then on every stream moves
-    towards the branch output, ``s_i = s_i + b_i (f_t - s_i)`` with ``b_i = sigmoid(v_t . rmsnorm(s_i) / sqrt(D) +
-    c_ti)``. Unit t reads the mean ``sum_i a_i s_i`` with ``a = softmax_i(w_t . rmsnorm(s_i) / sqrt(D))``, and the
-    output is one more such read. All is per token, and no norm has a scale. So states stay as large as what branches
-    return. It is the paper's form with independent gates; with fewer units than streams it is `AttnRes`.
+    The streams are ``x_0`` and the outputs of the first n - 1 units. From then on every stream moves towards the branch
+    output, ``s_i = s_i + b_i (f_t - s_i)`` with ``b_i = sigmoid(v_t . rmsnorm(s_i) / sqrt(D) + c_ti)``. Unit t reads
+    the mean ``sum_i a_i s_i`` with ``a = softmax_i(w_t . rmsnorm(s_i) / sqrt(D))``, and the output is one more such
+    read. All weights are per token, and norms have no scale. So states stay as large as branch outputs. It is the
+    paper's form with independent gates; with fewer units than streams it is `AttnRes`.
 
-    **Paper start.** ``v = w = 0``; c is the same everywhere, ``-ln(sqrt(L / 21) (e^3 + 1) - n)`` for L units with
-    gates. (Formulas and starts are taken from the implementation in burn-mamba.)
+    **Paper start.** ``v = w = 0``; all entries of c are ``-ln(sqrt(L / 21) (e^3 + 1) - n)`` for L units with gates.
+    (Formulas and starts are taken from the implementation in burn-mamba.)
 
-    **Preserving start.** There is none: a sum of all branches is no mean of streams.
+    **Preserving start.** There is none: a sum of all branches is not a mean of streams.
 
     Args:
         streams: n, 2 or more.
-        bias: c at the start; None: as above.
+        bias: start of c; None: as above.
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # as Attention Residuals, which it is compared with
+    granularity: ClassVar[Granularity] = "sublayer"  # as Attention Residuals, with which the paper compares it
     needs_width: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
     of_states: ClassVar[frozenset[str]] = frozenset({"queries", "gates", "bias"})
@@ -108,7 +108,7 @@ class MultiGate(Topology[Named]):
     def matrix(self, weights: Named, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last one the output; columns f_0 .. f_T.
 
-        With v = w = 0.
+        These are the weights with v = w = 0.
         """
         zero = weights["queries"].new_zeros(dims.depth, dims.depth + 1)
         return in_increments(self, weights | {"queries": zero, "gates": zero}, dims.depth, zero.device)
@@ -119,5 +119,5 @@ class MultiGate(Topology[Named]):
 
 
 def _scored(stream: Tensor, query: Tensor) -> Tensor:
-    """[..., 1]"""
+    """``query . rmsnorm(stream) / sqrt(D)``, [..., 1]."""
     return project_normed(stream, query[:, None], _EPS) * stream.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Orthogonal residual updates: a branch adds what is at right angles to the state (arXiv 2505.11881)."""
+"""Orthogonal residual updates: a branch adds only its part orthogonal to the state (arXiv 2505.11881)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States,
 from rewire.topologies.registry import register_topology
 
 Form = Literal["orthogonal", "gated"]
-_EPS = 1e-6  # added to the squared norm that is divided by, as in the authors' code
+_EPS = 1e-6  # added to the squared norm in the denominator, as in the authors' code
 
 
 @register_topology("orthogonal")
@@ -21,22 +21,22 @@ _EPS = 1e-6  # added to the squared norm that is divided by, as in the authors' 
 class OrthogonalUpdate(TwoForms[Tensor | None], FirstOrder[Tensor | None]):
     """Orthogonal residual update: the part of a branch along the state is not added (arXiv 2505.11881).
 
-    ``x_t = x_{t-1} + f_t - s_t x_{t-1}`` with ``s_t = <x_{t-1}, f_t> / (|x_{t-1}|^2 + 1e-6)``, per token: the sum has
-    no part along the state but the state itself. Nothing is learned. Unit t reads ``x_{t-1}``, the only state; the
-    trunk's output is ``x_T``. In post-norm blocks the new state passes the norm. Products are over the channels, in
-    images at each place (the authors' code has another form there, over all places).
+    ``x_t = x_{t-1} + f_t - s_t x_{t-1}`` with ``s_t = <x_{t-1}, f_t> / (|x_{t-1}|^2 + 1e-6)``, per token: a branch adds
+    nothing along the state. Nothing is learned. Unit t reads ``x_{t-1}``, the only state; the trunk's output is
+    ``x_T``. Post-norm blocks norm the new state. Products are over the channels, in images at each pixel (for images,
+    the authors' code has a form over all pixels).
 
     **Paper start.** The formula has no weights to start.
 
     **Preserving start.** There is none. So ``start="preserve"`` takes ``form="gated"``, which is ours:
-    ``x_t = x_{t-1} + f_t - c_t s_t x_{t-1}`` with a learned number c_t, 0 at first: the original network, bitwise in
-    float32 and float64 if there is one branch. At ``c = 1`` it is the paper's, and that is its paper start.
+    ``x_t = x_{t-1} + f_t - c_t s_t x_{t-1}`` with a learned scalar c_t that starts at 0: the original network, bitwise
+    in float32 and float64 if there is one branch. Its paper start is ``c = 1``, the paper's formula.
 
     Args:
         form: "orthogonal", the paper's, or "gated".
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP each have their own
     needs_width: ClassVar[bool] = True
     of_states: ClassVar[frozenset[str]] = frozenset({"gates"})
     forms: ClassVar[tuple[str, ...]] = get_args(Form)

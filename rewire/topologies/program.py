@@ -1,4 +1,4 @@
-"""Static topologies as linear programs over named values, and what can be left out of them.
+"""Static topologies as straight-line programs of weighted sums of named values, and how to prune them.
 
 ``x0`` is the trunk's input and ``f1 .. fT`` are the branch outputs; a program's lines compute everything else.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 INPUT = "x0"
-_ONE = 1e-6  # how close to 1 a weight has to be to be taken for it
+_ONE = 1e-6  # weights this close to 1 count as 1
 T = TypeVar("T")
 
 
@@ -34,10 +34,10 @@ class Term(NamedTuple):
     """``weight * source``.
 
     Attributes:
-        source: a value.
+        source: name of a value.
         weight: a number, or one for each channel [D].
-        fixed: stands beside the matrix: no entry of it, and never dropped.
-        learned: whether the weight is one of those that are learned: an edge, which may be dropped.
+        fixed: whether the term is not part of the matrix, and never dropped.
+        learned: whether the weight is a learned one: then the term is an edge, which may be dropped.
     """
 
     source: str
@@ -54,9 +54,9 @@ class Line(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What unit t does with the values: lines before its branch, what the branch reads, lines after it.
+    """The lines before unit t's branch, the value that the branch reads, and the lines after it.
 
-    In a post-norm block, the value that the one line with ``f_t`` computes passes the norm.
+    A post-norm block norms the value of the only line with ``f_t``.
     """
 
     before: tuple[Line, ...]
@@ -68,10 +68,10 @@ class Program(NamedTuple):
     """A static topology with its weights.
 
     Attributes:
-        units: for t = 1..T in turn.
+        units: units 1..T.
         finish: lines after the last unit.
-        output: the value that is the trunk's output.
-        rows, columns: values between which `matrix` tells the weights.
+        output: name of the value that is the trunk's output.
+        rows, columns: names of the values for rows and columns of `matrix`.
     """
 
     units: tuple[Unit, ...]
@@ -83,11 +83,11 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A term that is left out: ``source`` is no longer part of ``destination``.
+    """A dropped term: ``source`` is no longer part of ``destination``.
 
     Attributes:
-        weight: its weight, of weights per channel the largest magnitude.
-        unread: it went because the destination is unused, whatever its weight.
+        weight: its weight; for weights per channel the largest magnitude.
+        unread: whether it was dropped because the destination is unused, whatever its weight.
     """
 
     destination: str
@@ -120,10 +120,10 @@ def digraph(program: Program) -> nx.DiGraph:
     from what a branch reads to its output.
 
     Nodes have ``at``, the unit that computes them (0: the input; T + 1: lines after the last unit). Edges have
-    ``weight``, of terms of the same source the sum, a number or one for each channel; ``fixed``, what of it stands
-    beside the matrix; and ``learned``: whether `rewire.freeze` counts it.
+    ``weight``, a number or one for each channel, summed over terms with the same source; ``fixed``, the part of it that
+    is not in the matrix; and ``learned``, whether `rewire.freeze` counts it.
     """
-    import networkx as nx  # takes a while, and few need it
+    import networkx as nx  # slow to import, and rarely needed
 
     graph, last = nx.DiGraph(), len(program.units) + 1
     graph.add_node(INPUT, at=0)
@@ -147,28 +147,28 @@ def _add(graph: nx.DiGraph, lines: Sequence[Line], at: int) -> None:
 
 
 def reaching(graph: nx.DiGraph, ends: Iterable[str]) -> set[str]:
-    """The nodes from which a path leads to one of ``ends``, these included: what is not among them is unused."""
+    """The nodes from which a path leads to one of ``ends``, including these; all others are unused."""
     import networkx as nx
 
     return {node for layer in nx.bfs_layers(graph.reverse(copy=False), set(ends)) for node in layer}
 
 
 def edges(program: Program) -> int:
-    """How many learned terms there are; a unit's own branch output is none."""
+    """Number of edges, the learned terms; a unit's own branch output is not one."""
     return sum(learned for *_, learned in learned_terms(program))
 
 
 def learned_terms(program: Program) -> Iterator[tuple[Line, Term, bool]]:
-    """All terms in order, each with its line, and whether it is a learned one, an edge."""
+    """All terms in order, each with its line, and whether it is learned, an edge."""
     for line, own in lines_of(program):
         yield from ((line, term, _is_edge(term, own)) for term in line.terms)
 
 
 def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
-    """Leave out what has a weight below ``threshold``, or of exactly 0, and then what is unused.
+    """Drop terms with a weight below ``threshold`` or exactly 0, and then those that are unused.
 
-    A weight per channel counts as its largest magnitude. A unit's own branch output always stays in what the unit
-    writes. Of a line without it whose terms would all go, the largest stays: there has to be a value.
+    Weights per channel count as their largest magnitude. A unit's own branch output always stays in what the unit
+    writes. If all terms of another line would be dropped, the largest stays, as the line needs a value.
     """
     dropped: list[Edge] = []
 
@@ -184,10 +184,10 @@ def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
 
 
 def fold(program: Program) -> Program:
-    """The same program with plain numbers where there are some, and without lines that only copy.
+    """Simplify weights, and remove lines that only copy.
 
-    Weights within 1e-6 of 1 become 1; weights per channel that all agree become one number, and terms of the same
-    source one term. A copy of a unit's own branch output stays a line: the state that a post-norm block's norm follows.
+    Weights within 1e-6 of 1 become 1, equal weights per channel become one number, and terms with the same source
+    become one term. A copy of a unit's own branch output stays a line: a post-norm block norms it.
     """
     same: dict[str, str] = {}
 
@@ -229,9 +229,9 @@ def lifetimes(program: Program) -> tuple[list[tuple[str, ...]], list[tuple[str, 
 
 
 def matrix(program: Program) -> Tensor:
-    """float32 [rows, columns]: how much of each column's value goes straight into each row's.
+    """float32 [rows, columns]: the weight of each column's value in each row's, not counting paths through columns.
 
-    Straight: not through the value of another column. Weights per channel are averaged.
+    Weights per channel are averaged.
     """
     column = {name: number for number, name in enumerate(program.columns)}
     unit = torch.eye(len(column))
@@ -240,7 +240,7 @@ def matrix(program: Program) -> Tensor:
     def share(source: str) -> Tensor:
         if source in column:
             return unit[column[source]]
-        return shares.get(source, torch.zeros(len(column)))  # a branch output that is no column
+        return shares.get(source, torch.zeros(len(column)))  # a branch output that is not a column
 
     for line, _ in lines_of(program):
         row = torch.zeros(len(column))
@@ -253,16 +253,16 @@ def matrix(program: Program) -> Tensor:
 def operands(
     line: Line, values: Mapping[str, T], own: str, branches: Sequence[T]
 ) -> tuple[list[T], list[Weight], list[T]]:
-    """What ``mix(sources, weights, added)`` computes ``line`` from.
+    """The arguments with which ``mix(sources, weights, added)`` computes ``line``.
 
     Args:
-        line: of a frozen program.
-        values: what is known.
-        own: name of the branch output that ``branches`` add up to.
-        branches: the branches of the unit that is written.
+        line: a line of a frozen program.
+        values: the values so far, by name.
+        own: name of the branch output that is the sum of ``branches``.
+        branches: branch outputs of the unit that is written.
 
     Returns:
-        Sources, their weights, and what is added with weight 1; without sources the line is a plain sum.
+        Sources, their weights, and tensors to add with weight 1; without sources the line is a plain sum.
     """
     sources: list[T] = []
     weights: list[Weight] = []
@@ -278,7 +278,7 @@ def operands(
 
 
 def lines_of(program: Program) -> Iterator[tuple[Line, str]]:
-    """All lines in order, each with the branch output that it writes if any: lines after a branch have their own."""
+    """All lines in order, each with its unit's branch output if it comes after the branch, else ""."""
     for t, unit in enumerate(program.units, start=1):
         yield from ((line, "") for line in unit.before)
         yield from ((line, branch_of(t)) for line in unit.after)
@@ -286,7 +286,7 @@ def lines_of(program: Program) -> Iterator[tuple[Line, str]]:
 
 
 def mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Program:
-    """The program with every line replaced, in order, by what ``change(line, own)`` returns; None: without it."""
+    """The program with every line replaced, in order, by ``change(line, own)``, or removed if that is None."""
 
     def changed(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:
         return tuple(new for line in lines if (new := change(line, own)) is not None)
@@ -299,7 +299,7 @@ def mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Prog
 
 
 def with_weights(program: Program, change: Callable[[Weight], Weight]) -> Program:
-    """The program with other weights; what of them is fixed, or not learned, is not told any more."""
+    """The program with changed weights; terms lose their ``fixed`` and ``learned``."""
 
     def changed(line: Line, own: str) -> Line:
         return Line(line.target, tuple(Term(source, change(weight)) for source, weight, *_ in line.terms))
@@ -308,7 +308,7 @@ def with_weights(program: Program, change: Callable[[Weight], Weight]) -> Progra
 
 
 def _swept(program: Program) -> tuple[Program, list[Edge]]:
-    """Without the lines of which nothing comes to the output, or to what a branch reads: branches run anyway."""
+    """Remove the lines that contribute neither to the output nor to what a branch reads, as all branches run."""
     branches = map(branch_of, range(1, len(program.units) + 1))
     used, dropped = reaching(digraph(program), {program.output, *branches}), list[Edge]()
 
@@ -361,12 +361,12 @@ def _mean(weight: Weight) -> float:
 
 
 def _number(weight: Weight) -> float:
-    assert isinstance(weight, float)  # before a program is frozen there are no other weights
+    assert isinstance(weight, float)  # only frozen programs have other weights
     return weight
 
 
 def _simple(weight: Weight) -> Weight:
-    """``weight`` as a number if it is one, and as 1 if it is close to it."""
+    """``weight`` as one number if all channels agree, and as 1 if it is close to 1."""
     if isinstance(weight, Tensor):
         if float((weight - 1).abs().max()) > _ONE and float(weight.max() - weight.min()) > 0:
             return weight
@@ -376,7 +376,7 @@ def _simple(weight: Weight) -> Weight:
 
 
 def _shortest(number: float) -> float:
-    """The decimal of fewest digits that is the same float32: constants are read, too."""
+    """The shortest decimal for the same float32, as people read these constants."""
     candidates = (float(f"{number:.{digits}g}") for digits in range(1, 10))
     return next((c for c in candidates if _float32(c) == _float32(number)), number)
 

@@ -49,10 +49,10 @@ def register_topology(name: str) -> Callable[[T], T]:
 
 
 def list_topologies(pattern: str = "*") -> dict[str, str]:
-    """Name of every topology, and what it is in one line.
+    """Name -> one-line description of every topology.
 
     Args:
-        pattern: which ones, with the wildcards of a shell.
+        pattern: a pattern for names, with shell wildcards.
 
     Example:
         >>> list(rewire.list_topologies("hc-*"))
@@ -63,21 +63,21 @@ def list_topologies(pattern: str = "*") -> dict[str, str]:
 
 
 def make_topology(topology: str | Topology, options: Options, start: Start | None = None) -> Topology:
-    """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
+    """The topology of that name with ``options``, or the object itself, in the form for ``start`` if that is given.
 
-    Raises as `Factories.make`.
+    Raises as `Factories.make` does.
     """
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
         _note(made, said(topology)[0])
     form = made if start is None else made.for_start(start)
     if type(form) is type(made):
-        _note(form, made.registered_name)  # a copy with other fields does not have it
+        _note(form, made.registered_name)  # a copy with other fields loses its name
     return form
 
 
 def placed_topology(topology: Topology, kinds: Sequence[str]) -> Topology:
-    """The topology with numbers for what its options name by kind: see `Topology.placed`."""
+    """The topology with unit numbers in options that name units by kind: see `Topology.placed`."""
     form = topology.placed(kinds)
     if form is not topology:
         _note(form, topology.registered_name)
@@ -85,28 +85,28 @@ def placed_topology(topology: Topology, kinds: Sequence[str]) -> Topology:
 
 
 def _note(topology: Topology, name: str) -> None:
-    """Let what a function made know the function's name."""
+    """Set the registered name of a topology that a function made."""
     if topology.registered_name != name:
         vars(topology)[REGISTERED_NAME] = name
 
 
 def name_and_options(topology: Topology) -> tuple[str, Options]:
-    """What `make_topology` makes this topology of, if it is registered; else the path of its class, and its fields."""
+    """The arguments of `make_topology` for this topology; if it is not registered, its class's path and its fields."""
     name = topology.registered_name
     return name, options_of(topology, dict(_FACTORIES.items()).get(name, type(topology)))
 
 
 def options_of(topology: Topology, factory: Callable[..., Topology]) -> Options:
-    """What to call ``factory`` with for this topology: the values of its fields that have the parameters' names."""
+    """The arguments of ``factory`` for this topology: its fields with the names of the factory's parameters."""
     return {name: getattr(topology, name) for name in inspect.signature(factory).parameters if hasattr(topology, name)}
 
 
 def named_topology(name: str, options: Options) -> Topology:
-    """The topology that a file names; never an import.
+    """The topology that a file names; nothing is imported for it.
 
     Raises:
         UnknownName: there is no such name.
-        TypeError, ValueError, RewireError: options that it does not have.
+        TypeError, ValueError, RewireError: the topology does not have these options.
     """
     if name == Frozen.__name__:
         return Frozen(**options)
@@ -123,5 +123,5 @@ def topology_in(recipe: Any) -> Topology | None:
     """The topology of a recipe; None if it is not known here, or the recipe is damaged."""
     try:
         return named_topology(recipe["topology"], recipe["options"])
-    except Exception:  # whatever a topology does with options that it was not written for
+    except Exception:  # a topology may raise anything for options it does not expect
         return None

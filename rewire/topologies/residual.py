@@ -1,4 +1,4 @@
-"""The plain residual network, as a topology: what the model computed before."""
+"""The plain residual network as a topology, which computes the same as the original model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rewire.topologies.registry import register_topology
 class Residual(FirstOrder[None]):
     """Plain residual connections, ``x_t = x_{t-1} + f_t`` (arXiv 1512.03385, Equation 1); bitwise the original model.
 
-    Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. There is nothing to learn: both starts are
-    the original model.
+    Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. Nothing is learned: both starts are the
+    original model.
 
     Example:
         >>> rewired = rewire.compile(model, rewire.Residual(), example_inputs=(x,))
@@ -32,7 +32,7 @@ class Residual(FirstOrder[None]):
     norms_again: ClassVar[bool] = False
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """None."""
+        """No parameters."""
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:

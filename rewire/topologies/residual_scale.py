@@ -1,4 +1,4 @@
-"""Learned scales and biases of shortcuts, as in Doge, and of shortcuts and branches, as in ZAYA1."""
+"""Learned scales and biases on shortcuts, as in Doge, or on shortcuts and branches, as in ZAYA1."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rewire.topologies.scaled_sum import ScaledSum, Scales
 @register_topology("residual-scale")
 @dataclasses.dataclass(frozen=True)
 class ResidualScale(ScaledSum):
-    """A learned scale per channel on each shortcut; on each branch, and with biases, too, if asked for (Doge, ZAYA1).
+    """A learned scale per channel on each shortcut, optionally also on each branch, and biases (Doge, ZAYA1).
 
     ``x_t = a_t * (x_{t-1} + u_t) + b_t * (f_t + v_t)``, all four in R^D. By default ``b = 1`` and ``u = v = 0`` are
-    fixed: Doge (transformers' ``DogeDecoderLayer``). With ``branch=True`` b is learned; with ``bias=True`` u is, and
-    v where b is: all four are ZAYA1 (``ZayaResidualScaling``). With a scale on the branch alone it would be
-    ``layerscale``, with a number on the shortcut alone ``ancre-cascaded``. States: see `ScaledSum`.
+    fixed: Doge (transformers' ``DogeDecoderLayer``). With ``branch=True`` b is learned; with ``bias=True`` u is, and so
+    is v if b is. All four together are ZAYA1 (``ZayaResidualScaling``). A scale only on the branch is ``layerscale``, a
+    number only on the shortcut ``ancre-cascaded``. States: see `ScaledSum`.
 
     **Both starts** are those of the models: scales 1, biases 0, the original network, bitwise in float32 and float64.
-    Everything has its full gradient at once (b from the second step on, if the branches start at zero output).
+    All have full gradients from the first step on (b from the second, if the branches start at zero output).
 
     Args:
-        branch: learn the scales of the branches, too.
-        bias: learn biases along with scales.
+        branch: whether to learn scales of the branches, too.
+        bias: whether to learn biases, too.
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # both models: one for each residual add
+    granularity: ClassVar[Granularity] = "sublayer"  # both models have one for each residual add
     needs_width: ClassVar[bool] = True
     of_states: ClassVar[frozenset[str]] = frozenset({"shortcut", "branch"})
 

@@ -1,4 +1,4 @@
-"""Review residuals: a gate that sees state and branch decides how much of the branch is added (arXiv 2606.31859)."""
+"""Review residuals: a gate computed from state and branch scales the branch (arXiv 2606.31859)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Review(TwoForms[Named], FirstOrder[Named]):
     """Review residuals: each branch is scaled by a gate that depends on the state and on itself (arXiv 2606.31859).
 
     ``x_t = x_{t-1} + g_t * f_t`` with ``g_t = sigmoid(W_t [rmsnorm(x_{t-1}), rmsnorm(f_t)] + b_t)``, a number for each
-    token and channel. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the
-    sum passes the norm. (b is in the author's code, not in the paper's formula.) W_t is D x 2D: this is the only
-    topology whose weights are of the size of the model's own. Their products are in float32, or as autocast says.
+    token and channel. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. Post-norm blocks norm
+    the sum. (b is in the author's code, not in the paper's formula.) W_t is D x 2D: this is the only topology with
+    weights as large as the model's own. Their products are in float32, or in autocast's dtype.
 
     **Paper start.** ``W = b = 0``, so ``g = 1/2``.
 
     **Preserving start.** A sigmoid is never 1. So ``start="preserve"`` takes ``form="difference"``, which is ours:
-    ``1 + g - 1/2``. At ``W = b = 0`` that is the original network, bitwise in float32 and float64, and W and b have
-    the gradients that they have in the other form. If the branches start at zero output, they wait one step.
+    ``1 + g - 1/2``. At ``W = b = 0`` this is the original network, bitwise in float32 and float64, and W and b have the
+    same gradients as in the other form. If the branches start at zero output, these come one step later.
 
     Args:
         form: "sigmoid", the paper's, or "difference".
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP each have their own
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"state", "update"})
     of_states: ClassVar[frozenset[str]] = frozenset({"bias"})

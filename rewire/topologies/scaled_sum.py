@@ -1,4 +1,4 @@
-"""What topologies share whose states are weighted sums of a shortcut and a branch."""
+"""Base of topologies whose states are weighted sums of a shortcut and a branch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Scales(NamedTuple):
     """Effective weights of a `ScaledSum`, float32; each has T rows.
 
     Attributes:
-        shortcut: a, numbers [T] or one for each channel [T, D].
+        shortcut: a, scalars [T] or one for each channel [T, D].
         branch: b, of the same shape; None: all 1.
         shift: c [T, D]; None: all 0.
-        kept: whether ``x_{t-1}`` is added once more, beside the scales.
+        kept: whether ``x_{t-1}`` is added once more, without a scale.
     """
 
     shortcut: Tensor
@@ -32,7 +32,7 @@ class Scales(NamedTuple):
 class ScaledSum(FirstOrder[Scales]):
     """``x_t = a_t * x_{t-1} + b_t * f_t + c_t``; unit t reads ``x_{t-1}``, the only state; the output is ``x_T``.
 
-    In post-norm blocks the sum passes the norm.
+    Post-norm blocks norm the sum.
     """
 
     @repeatable
@@ -46,11 +46,11 @@ class ScaledSum(FirstOrder[Scales]):
         return pending_mix((x, *branches), scales, added=shift)
 
     def matrix(self, weights: Scales, dims: Dims) -> Tensor:
-        """float32 [T, T]: ``a_t`` on the diagonal; a shortcut that is kept beside it is not part of it."""
+        """float32 [T, T]: ``a_t`` on the diagonal, not including a kept shortcut."""
         return torch.diag(weights.shortcut if weights.shortcut.dim() == 1 else weights.shortcut.mean(1))
 
     def program(self, weights: Scales, dims: Dims) -> Program:
-        if weights.shift is not None:  # a sum of states has no place for it
+        if weights.shift is not None:  # a weighted sum of values cannot express it
             return super().program(weights, dims)
         shortcuts = []
         for i, a in enumerate(_entries(weights.shortcut)):
@@ -60,7 +60,7 @@ class ScaledSum(FirstOrder[Scales]):
 
 
 def _entries(scales: Tensor) -> Sequence[Weight]:
-    """The scales of each unit: [T] as numbers, [T, D] as vectors."""
+    """The scale of each unit: a number from [T], a vector from [T, D]."""
     if scales.dim() > 1:
         return scales.unbind()
     return scales.tolist()

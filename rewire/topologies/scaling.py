@@ -21,16 +21,16 @@ class BranchScale(FirstOrder[Tensor]):
     """ReZero: a learned scalar on each branch, 0 at the start (arXiv 2003.04887, Equation 1).
 
     ``x_t = x_{t-1} + alpha_t f_t``. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In
-    post-norm blocks the scale is inside the norm, ``norm(x + alpha f)``.
+    post-norm blocks the scale is inside of the norm, ``norm(x + alpha f)``.
 
-    **Paper start.** ``alpha = 0``: the trunk is the identity. The branches get no gradient until alpha has moved, one
-    step later; branches that also start at zero output never get one, and neither does alpha: do not combine the two.
+    **Paper start.** ``alpha = 0``: the trunk is the identity. The branches have gradients from the second step on, when
+    alpha has moved. If they also start at zero output, neither they nor alpha ever have one: do not combine the two.
 
     **Preserving start.** ``alpha = 1``: the original network, bitwise. Nothing is saturated, so alpha has its full
     gradient (from the second step on, if the branches start at zero output).
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # all three papers: one scale for each residual add
+    granularity: ClassVar[Granularity] = "sublayer"  # all three papers have one scale for each residual add
     of_states: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ class BranchScale(FirstOrder[Tensor]):
         return {"scales": torch.full((dims.depth,), 1.0 if start == "preserve" else 0.0)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """alpha, float32, as in `parameters`."""
+        """alpha, float32, in the shape of `parameters`."""
         return parameters["scales"].float()
 
     @repeatable
@@ -49,7 +49,7 @@ class BranchScale(FirstOrder[Tensor]):
         return x
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
-        """float32 [T + 1, T + 1], in terms of increments (post-norm's norms left out).
+        """float32 [T + 1, T + 1], in terms of increments (ignoring post-norm's norms).
 
         Row t - 1 is the read of unit t, the last one the output: 1 for ``x_0``, ``alpha_i`` for ``f_i``.
         """
@@ -67,7 +67,7 @@ class BranchScale(FirstOrder[Tensor]):
 def skipinit() -> BranchScale:
     """SkipInit: a learned scalar on each branch, 0 at the start (arXiv 2002.10444).
 
-    The same connection as ``rezero``; what the papers change beside it, each branch's norms, is left as it is.
+    The same connection as ``rezero``; the papers also change the branches' norms, which are left unchanged here.
     """
     return BranchScale()
 
@@ -80,11 +80,11 @@ class LayerScale(BranchScale):
     ``x_t = x_{t-1} + alpha_t * f_t`` with ``alpha_t`` in R^D (CaiT, Section 2). States, post-norm and preserving
     start: see `BranchScale`.
 
-    **Paper start.** ``alpha = eps`` in all channels. CaiT takes 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 for deeper
-    models. A trunk only knows its units, and two of them are counted as one block (attention, then feed-forward).
+    **Paper start.** ``alpha = eps`` in all channels. CaiT uses 0.1 up to 18 blocks, 1e-5 up to 24, and 1e-6 for deeper
+    models. Two units of the trunk (attention and feed-forward) are counted as one block.
 
     Args:
-        eps: the paper start, a positive number; None: CaiT's choice by depth.
+        eps: the paper start, a positive number; None: CaiT's value for the depth.
     """
 
     needs_width: ClassVar[bool] = True

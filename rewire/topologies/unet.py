@@ -1,4 +1,4 @@
-"""Skips from the first half of the units to the second: modded-nanogpt's."""
+"""modded-nanogpt's skips from the first half of the units to the second."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class UNet(Dense[Few]):
 
     ``r_t = x_{t-1} + l_t x_{T+1-t}`` in the last ``T // 2`` units, else ``r_t = x_{t-1}``; ``x_t = r_t + f_t``; the
     trunk's output is ``x_T``. (modded-nanogpt's train_gpt.py of 2025, ``skip_weights``.) So units are paired from the
-    outside in: the last one gets what the first one left. Of an odd number of units, the one in the middle has no
-    partner; of an even number, the pair in the middle are neighbours, and l is added to the weight 1 of ``x_{t-1}``.
-    The states are those that wait for their partners, last in first out, and ``x_t``, or inside a unit ``r_t``.
+    outside in: the last unit gets the state of the first. With an odd number of units, the middle one has no partner;
+    with an even number, the middle pair are neighbours, and l is added to the weight 1 of ``x_{t-1}``. The states are
+    those that wait for their partners, last in first out, and ``x_t``, or inside a unit ``r_t``.
 
-    **Preserving start.** ``l = 0``: the original network, bitwise; l has its full gradient at once.
+    **Preserving start.** ``l = 0``: the original network, bitwise; l has its full gradient from the first step on.
 
     **Paper start**, as in modded-nanogpt: ``l = 1``.
     """
@@ -64,10 +64,10 @@ class UNet(Dense[Few]):
         return history.mix(weights[t])
 
     def reads(self, dims: Dims) -> range:
-        """Those of the units: the output is ``x_T``."""
+        """The reads of the units; the output is ``x_T``."""
         return range(1, dims.depth + 1)
 
     def wired(self, dims: Dims) -> dict[int, tuple[int, ...]]:
-        """``x_{T+1-t}`` and ``x_{t-1}``, which are the same of the pair in the middle of an even number."""
+        """``x_{T+1-t}`` and ``x_{t-1}``, which are the same state for the middle pair of an even number of units."""
         last = range(dims.depth - dims.depth // 2 + 1, dims.depth + 1)
         return {t: tuple(sorted({dims.depth + 1 - t, t - 1})) for t in last}

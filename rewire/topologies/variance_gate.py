@@ -23,22 +23,22 @@ class VarianceGate(TwoForms[Scales], ScaledSum):
     """A learned gate per channel that keeps the variance: Muse Spark's (transformers' ``MuseSparkResidualGate``).
 
     ``x_t = a_t * x_{t-1} + b_t * f_t`` with ``b_t = sigmoid(w_t / tau)`` and ``a_t = sqrt(1 - b_t^2)``, per channel: if
-    shortcut and branch are of variance 1 and uncorrelated, so is their sum. (``1 - b^2`` is 1e-3 at least.) States: see
-    `ScaledSum`.
+    shortcut and branch are uncorrelated and have variance 1, so has their sum. (``1 - b^2`` is at least 1e-3.) States:
+    see `ScaledSum`.
 
     **Paper start.** ``w = 0``: ``b = 1/2``, ``a = sqrt(3) / 2``. (Muse Spark draws w from N(0, 0.02^2).)
 
-    **Preserving start.** With ``a = b = 1`` variances add up: no such gate is the original network. So
-    ``start="preserve"`` takes ``form="difference"``, which is ours: ``a_t`` and ``b_t`` are 1 plus what they differ
-    from those of ``w = 0``. At ``w = 0`` that is the original network, bitwise in float32 and float64, and w has the
-    same gradient as in the other form (if the branches start at zero output, from the shortcut only).
+    **Preserving start.** In the original network, ``a = b = 1``, variances add up, so no such gate equals it. So
+    ``start="preserve"`` takes ``form="difference"``, which is ours: ``a_t`` and ``b_t`` are 1 plus their difference
+    from the values at ``w = 0``. At ``w = 0`` this is the original network, bitwise in float32 and float64, and w has
+    the same gradient as in the other form (if the branches start at zero output, only through the shortcut).
 
     Args:
         temperature: tau > 0.
         form: "gate", Muse Spark's, or "difference".
     """
 
-    granularity: ClassVar[Granularity] = "sublayer"  # one gate for each residual add
+    granularity: ClassVar[Granularity] = "sublayer"  # the model has one gate for each residual add
     needs_width: ClassVar[bool] = True
     forms: ClassVar[tuple[str, ...]] = get_args(Form)
     hindrance: ClassVar[str] = "its weights are never both 1"

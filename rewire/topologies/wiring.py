@@ -1,6 +1,6 @@
 """Few connections: the options ``units=``, ``sources=`` and ``channels=`` of dense topologies.
 
-What they do not name stays plain: it is not mixed, no state is held for it, and it has no weights.
+Units, sources and channels that are not named stay as in the plain network: without mixes, held states or weights.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rewire.mixes.history import Free, History
 from rewire.topologies.base import total
 
 OUTPUT = "output"
-Unit = int | str  #: number from either end, or "output"; before the trunk is known, the kind of a branch, too
+Unit = int | str  #: number from either end, or "output"; before the trunk is known, also a kind of branch
 Channel = Literal["q", "k", "v", "shortcut"]
-#: For all units the same sources, or for each unit its own. Without names: what "x0" means is 0.
+#: The same sources for all units, or pairs of a unit and its sources; "x0" is already 0.
 Named = tuple[int, ...] | tuple[tuple[Unit, tuple[int, ...]], ...]
-#: What users write.
+#: The forms of the option.
 Units = Unit | Sequence[Unit] | None
 Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
-#: What a branch may be, as `rewire.inspect` shows it.
+#: The kinds of branches, as `rewire.inspect` shows them.
 KINDS = ("attention", "cross-attention", "linear-attention", "ffn", "parallel", "conv", "branch")
-#: In place of a source's number: the sum of all increments that are not named.
+#: Used as the number of a source: the sum of all increments that are not named.
 REST = -1
 #: The inputs of an attention.
 QKV: tuple[Channel, ...] = ("q", "k", "v")
@@ -33,16 +33,16 @@ CHANNELS: tuple[Channel, ...] = (*QKV, "shortcut")
 
 
 class Few(Free):
-    """Weights of some reads, each of some sources: what a dense topology has in place of a table of all.
+    """Weights of some reads, each of some sources: a dense topology's table with few connections.
 
     Args:
-        sources: by read t, the numbers of its sources, ascending, as `wired` has them.
-        rows: of each of these reads, its weights.
-        channels: by read t, the inputs of the unit that have reads of their own; none if all are one.
+        sources: by read t, the numbers of its sources, ascending, as `wired` returns them.
+        rows: by read t, its weights.
+        channels: by read t, the inputs of the unit that have separate reads; empty if it has one read for all.
         states: whether sources are states rather than increments.
 
     Attributes:
-        sources, channels, states: as above.
+        sources, channels, states: the arguments.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Few(Free):
         return self._rows[t]
 
     def held(self, t: int, newest: int) -> list[int]:
-        """The sources up to ``newest`` that read t or a later one mixes."""
+        """The sources up to ``newest`` that read t or a later read mixes."""
         return [i for i, last in self._last.items() if 0 <= i <= newest and last >= t]
 
     def history(self) -> FewHistory:
@@ -73,7 +73,7 @@ class Few(Free):
 
 
 class _Reading(NamedTuple):
-    """What read t finds: the newest state, and the sources that there are, by number."""
+    """The newest state at a read, and the sources held then, by number."""
 
     t: int
     newest: Tensor
@@ -81,12 +81,12 @@ class _Reading(NamedTuple):
 
 
 class FewHistory(History):
-    """The sources that later reads mix; while a unit reads, those that it mixes.
+    """The sources that later reads mix; during a unit's read, those that it mixes.
 
-    Beside it a topology holds the newest state, of increments their sum.
+    The topology holds the newest state, or the sum of all increments, separately.
 
     Attributes:
-        reading: of a history as a unit reads it.
+        reading: during a unit's read, the newest state and all held sources.
     """
 
     __slots__ = ("reading",)
@@ -112,7 +112,7 @@ class FewHistory(History):
         if self.reading is None:
             return self
         t, _, known = self.reading
-        known = {**known, **dict(zip(self.table.sources.get(t, ()), self.states, strict=False))}  # for their gradients
+        known = {**known, **dict(zip(self.table.sources.get(t, ()), self.states, strict=False))}  # see `History`
         return FewHistory(self.table, [known[i] for i in self.table.held(t + 1, t - 1)])
 
     @property
@@ -140,10 +140,10 @@ class FewHistory(History):
 
 
 def checked_units(units: Any) -> tuple[Unit, ...] | None:
-    """``units=`` as topologies keep it.
+    """The option ``units=`` in the form in which topologies keep it.
 
     Raises:
-        ValueError: it is something else than numbers, "output" and kinds.
+        ValueError: it has anything but numbers, "output" and kinds.
     """
     if units is None:
         return None
@@ -154,7 +154,7 @@ def checked_units(units: Any) -> tuple[Unit, ...] | None:
 
 
 def _unit(unit: Any, given: object) -> Unit:
-    """A number, also as a word, as keys of JSON are; or a word."""
+    """A number, perhaps written as a string, as in keys of JSON; or a name."""
     if isinstance(unit, str) and (unit == OUTPUT or unit in KINDS):
         return unit
     try:
@@ -170,10 +170,10 @@ def _unit(unit: Any, given: object) -> Unit:
 
 
 def checked_sources(sources: Any) -> Named | None:
-    """``sources=`` as topologies keep it: a dict as pairs, which files have as lists.
+    """The option ``sources=`` in the form in which topologies keep it: a dict becomes pairs, which files have as lists.
 
     Raises:
-        ValueError: it is something else than numbers and names of sources, or such for each unit.
+        ValueError: it is neither numbers and names of sources, nor a dict of these by unit.
     """
     if sources is None:
         return None
@@ -198,10 +198,10 @@ def _of_unit(pair: Any, given: object) -> tuple[Unit, tuple[int, ...]]:
 
 
 def checked_channels(channels: Any) -> tuple[Channel, ...] | None:
-    """``channels=`` as topologies keep it, in the order of `CHANNELS`.
+    """The option ``channels=`` in the form in which topologies keep it, in the order of `CHANNELS`.
 
     Raises:
-        ValueError: it names something else, or nothing.
+        ValueError: it is empty, or has an unknown name.
     """
     if channels is None:
         return None
@@ -212,9 +212,9 @@ def checked_channels(channels: Any) -> tuple[Channel, ...] | None:
 
 
 def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
-    """``units`` with numbers in place of kinds, of a trunk whose units begin with branches of these kinds.
+    """``units`` with numbers in place of kinds, for a trunk whose units begin with branches of these kinds.
 
-    Unit 1 has nothing to choose from, and is not meant.
+    Kinds do not select unit 1, which has only one source.
 
     Raises:
         UnsupportedTopology: no unit is of a kind that is named.
@@ -235,24 +235,24 @@ def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
 def wired(
     name: str, units: Units, sources: Sources, depth: int, reads: Collection[int], states: bool
 ) -> dict[int, tuple[int, ...]]:
-    """By read t, the numbers i < t of its sources, ascending; of increments, `REST` first, if some are not named.
+    """By read t, the numbers i < t of its sources, ascending; for increments with `REST` first, if some are not named.
 
     Args:
-        name: of the topology, for errors.
+        name: name of the topology, for errors.
         units, sources: the options, checked.
         depth: T, the number of units.
         reads: the t that may have weights.
-        states: whether sources are states, of which the newest is always one, rather than increments.
+        states: whether sources are states, which always include the newest, rather than increments.
 
     Raises:
-        UnsupportedTopology: there is no such unit or source in this trunk, or none that could be read.
+        UnsupportedTopology: the trunk has no such unit or source, or none that could be read.
     """
     numbers = _numbers(name, units, sources, depth, reads)
     implied = 1 if states else 0
     found: dict[int, tuple[int, ...]] = {}  # not dict[..](), which Dynamo does not know
     for t in sorted(numbers):
         own = {i if i >= 0 else t + i for i in numbers[t]}
-        if not _by_unit(sources):  # sources of all units are those that a unit may read
+        if not _by_unit(sources):  # a list for all units may have sources that come after a unit
             own = {i for i in own if 0 <= i < t}
         if own and (min(own) < 0 or max(own) >= t):
             raise UnsupportedTopology(
@@ -277,7 +277,7 @@ def wired(
 
 
 def _numbers(name: str, units: Units, sources: Sources, depth: int, reads: Collection[int]) -> dict[int, Sequence[int]]:
-    """By read t, what is asked for: numbers from either end."""
+    """By read t, the sources that the options name, as numbers from either end."""
     of_unit, everywhere = _by_unit(sources), _everywhere(sources)
     if of_unit and units is not None:
         raise ValueError("sources= has the sources of each unit already: leave out units=.")
@@ -289,12 +289,12 @@ def _numbers(name: str, units: Units, sources: Sources, depth: int, reads: Colle
 
 
 def _by_unit(sources: Any) -> tuple[tuple[Unit, tuple[int, ...]], ...]:
-    """Those of each unit, where they differ."""
+    """The pairs of a dict of sources by unit; else empty."""
     return sources if sources is not None and isinstance(sources[0], tuple) else ()
 
 
 def _everywhere(sources: Any) -> tuple[int, ...]:
-    """Those of all units, where they are the same."""
+    """The sources of all units, if they are the same; else empty."""
     return () if sources is None or isinstance(sources[0], tuple) else sources
 
 

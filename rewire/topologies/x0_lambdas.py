@@ -21,22 +21,22 @@ Shortcut = Literal["mix", "state"]
 @register_topology("x0-lambdas")
 @dataclasses.dataclass(frozen=True)
 class X0Lambdas(Recurrence[Tensor]):
-    """Two learned scalars for each unit: of the newest state, and of the trunk's input (nanochat, modded-nanogpt).
+    """Two learned scalars for each unit: on the newest state, and on the trunk's input (nanochat, modded-nanogpt).
 
     ``r_t = l_t x_{t-1} + m_t x_0`` and ``x_t = r_t + f_t``; the trunk's output is ``x_T``. (nanochat/gpt.py,
     ``resid_lambdas`` and ``x0_lambdas``; in modded-nanogpt ``lambdas`` of each block.) The states are ``x_0`` and
-    ``x_t``, or inside a unit what the branch is added to. Of unit 1 only the sum l + m counts.
+    ``x_t``, or inside a unit the tensor to which the branch is added. In unit 1 only the sum l + m counts.
 
-    With ``shortcut="state"`` the mix is only read: ``x_t = x_{t-1} + f_t``. That is NeoMME (transformers'
-    ``NeoMMEEncoderLayer``), for its attentions; at sublayer granularity its MLPs are units with ``l = 1``, ``m = 0``.
+    With ``shortcut="state"`` the branch reads the mix, but is added to the state: ``x_t = x_{t-1} + f_t``. This is
+    NeoMME (transformers' ``NeoMMEEncoderLayer``) for its attentions; its MLPs are units with ``l = 1``, ``m = 0``.
 
     **Preserving start**, as in modded-nanogpt: ``l = 1``, ``m = 0``, the original network, bitwise, with full
-    gradients at once.
+    gradients from the first step on.
 
     **Paper start**, as in nanochat: from the first unit to the last, l falls from 1.15 to 1.05, m from 0.2 to 0.05.
 
     Args:
-        shortcut: what the branch is added to, "mix" or "state".
+        shortcut: to what the branch is added, "mix" or "state".
     """
 
     granularity: ClassVar[Granularity] = "block"
@@ -78,7 +78,7 @@ class X0Lambdas(Recurrence[Tensor]):
         return states[1]
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
-        """float32 [T, T]: row t - 1 is the read of unit t, of the columns x_0 .. x_{T-1}."""
+        """float32 [T, T]: row t - 1 is the read of unit t; columns are x_0 .. x_{T-1}."""
         newest, first = weights.unbind(1)
         return torch.diag(newest) + F.pad(first[:, None], (0, dims.depth - 1))
 

@@ -1,1 +1,1 @@
-"""Sums and their gradients on a CPU: plain torch, and loops in C++ that are compiled when they are first needed."""
+"""Sums and their gradients on a CPU: in plain torch, and by C++ loops that are compiled on first use."""

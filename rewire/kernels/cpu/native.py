@@ -1,7 +1,7 @@
-"""The sums of `plain` by a compiled kernel, ``sums.cpp``: one pass over memory where torch makes one for each tensor.
+"""The sums of `plain` by a compiled C++ loop, ``sums.cpp``: one pass over memory, where torch makes one per tensor.
 
-Compiled when it is first needed, in a few seconds, and kept in the folder of generated modules. Where that fails,
-as without a compiler, `plain` goes on without it.
+It is compiled on first use, in a few seconds, and kept in the folder of generated modules. If that fails, as without a
+compiler, `plain` does without it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rewire.kernels.arguments import row_stride
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("sums.cpp", "sinkhorn.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-#: What the processor can do, as torch names it, with the flags for it. Others (ARM, POWER) have one baseline.
+#: torch's name of the processor's vector instructions -> compiler flags. Others (ARM, POWER) have one baseline.
 VECTORS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 HEADER = Path(__file__).with_name("elements.h")
 
-#: Elements for which another thread is worth waking up.
+#: Number of elements for which another thread pays.
 GRAIN = 1 << 15
 
 _FUNCTIONS = {
@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 
 def knows(x: Tensor) -> bool:
-    """Whether there is a kernel for tensors like ``x``; not where a dispatch mode follows what torch does."""
-    if switch.listened():  # they would not see the kernel
+    """Whether there is a kernel for tensors like ``x``, and no dispatch mode is active."""
+    if switch.listened():  # dispatch modes do not see the kernel
         return False
     return x.is_cpu and x.numel() > 0 and _function(x.dtype)[0] is not None
 
@@ -67,9 +67,9 @@ def sums(
 
     Args:
         terms: N tensors g_n [..., D].
-        weights: w, [M, N] or, per channel, [M, N, D]; the first dimension may be missing for M = 1. None: zero, the
-            scores are all there is.
-        by_channel: whether they are per channel.
+        weights: w, [M, N] or, per channel, [M, N, D]; the first dimension may be missing for M = 1. None: only scores
+            count.
+        by_channel: whether weights are per channel.
         added: tensors a_j [..., D].
         states: M tensors x_m [..., D]; without them M = 1.
         scores: s, weights per token [..., M, N].
@@ -77,10 +77,9 @@ def sums(
 
     Returns:
         M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
-        unless scores are given and weights are not per channel; and with scores those for them, in their shape.
-        None if the kernel does not know such tensors (it knows those of one shape and dtype, float32, float64,
-        bfloat16 or float16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch
-        does, or there is no kernel.
+        unless scores are given and weights are not per channel; and with scores those for them, in their shape. None
+        if there is no kernel, a dispatch mode is active, or the kernel does not support the tensors: they have to be on
+        a CPU, of one shape and one dtype (float32, float64, bfloat16, float16), with contiguous, evenly spaced rows.
     """
     first = (terms or added)[0]
     if not knows(first):
@@ -128,17 +127,17 @@ def mixes_backward(
 
 
 def over_tokens(x: Tensor, kept: int) -> Tensor:
-    """The sum over all dimensions but the last ones, that many: over none, if there are no others."""
+    """The sum over all dimensions but the last ``kept`` ones; if there are no others, ``x``."""
     return x.unsqueeze(0).flatten(0, -1 - kept).sum(0)
 
 
 def _one_by_one(tensors: Sequence[Tensor], stacks: bool) -> Sequence[Tensor]:
-    """Tensors of which the first may be a stack of several."""
+    """The tensors, with a first one that is a stack split up."""
     return [*tensors[0].unbind(-2), *tensors[1:]] if stacks and tensors else tensors
 
 
 def _evenly(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of those whose rows are unevenly far from each other, or whose zeros or signs torch has not stored."""
+    """The tensors, with copies of those that have unevenly spaced rows, or zeros or signs that torch has not stored."""
     return [
         torch.zeros(x.shape, dtype=x.dtype).add_(x)
         if not x.data_ptr() or x.is_neg() or row_stride(x.shape, x.stride()) is None
@@ -152,14 +151,14 @@ class _Tensors(NamedTuple):
 
     outs: Sequence[Tensor]  # M
     states: Sequence[Tensor]  # M, or none
-    carried: Sequence[Tensor]  # M, or none: what is added to each
+    carried: Sequence[Tensor]  # M, or none: one added to each result
     terms: Sequence[Tensor]  # N
-    added: Sequence[Tensor]  # to all
+    added: Sequence[Tensor]  # added to all results
 
 
 def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Tensor | None) -> list[Tensor] | None:
-    """Write the sums to ``outs``; the products, as `sums` returns them, or None."""
-    # This runs with cold caches, between a model's matrix products: each call of torch here costs 10 microseconds.
+    """Write the sums to ``outs``, and return the products as `sums` does; None if tensors are not supported."""
+    # This runs with cold caches, between a model's matrix products: each torch call here costs 10 microseconds.
     first, results, n = tensors.outs[0], len(tensors.outs), len(tensors.terms)
     function, precision = _function(first.dtype)
     width, contiguous, rows = first.shape[-1] if first.dim() else 1, True, list[int]()
@@ -167,11 +166,11 @@ def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Te
         stride, pointer = width, x.data_ptr()
         if not x.is_contiguous():
             apart, contiguous = row_stride(x.shape, x.stride()), False
-            if apart is None or x.is_neg():  # of complex numbers: torch has not stored the signs
+            if apart is None or x.is_neg():  # views of complex tensors may have lazy negation
                 return None
             stride = apart
         if x.dtype != first.dtype or x.shape != first.shape or not x.is_cpu or not pointer:
-            return None  # no pointer: gradients that torch knows to be zero, and does not store
+            return None  # no memory: torch's zero gradients that are not stored
         rows += pointer, stride
     if scores is not None:
         if scores.shape != (*first.shape[:-1], results, n):
@@ -186,7 +185,7 @@ def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Te
     dots = [torch.empty_like(weights)] if tensors.states and (by_channel or scores is None) else []
     row_dots = [torch.zeros_like(scores)] if tensors.states and scores is not None else []
     assert function is not None
-    places = array.array("q", rows)  # ctypes would make a type of its own for each length
+    places = array.array("q", rows)  # ctypes would create a type for each length
     function(
         by_channel, results, n, len(tensors.added), len(tensors.states) > 0, len(tensors.carried) > 0,
         places.buffer_info()[0], weights.data_ptr(), None if scores is None else scores.data_ptr(),
@@ -201,13 +200,13 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _exact(weights: Tensor, precision: torch.dtype) -> Tensor:
-    """Weights as the kernel reads them."""
+    """Weights in the dtype and layout that the kernel reads."""
     return weights if weights.dtype == precision and weights.is_contiguous() else weights.to(precision).contiguous()
 
 
 @functools.cache
 def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dtype]:
-    """The kernel for such tensors, if there is one, and the dtype it sums in."""
+    """The kernel for tensors of this dtype, if there is one, and the dtype in which it sums."""
     loops = loaded() if dtype in _FUNCTIONS else None
     precision = torch.promote_types(dtype, torch.float32)
     if loops is None:
@@ -219,22 +218,22 @@ def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dty
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """What `SOURCES` are compiled to; None where that fails, which is said once."""
-    if not switch.ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
+    """The library compiled from `SOURCES`; None if compilation fails, which is reported once."""
+    if not switch.ON or sys.platform != "linux":  # compilers elsewhere have no OpenMP, or another one
         return None
     try:
         return ctypes.CDLL(str(_compiled()))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: quotes in CXX that do not end
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: unbalanced quotes in CXX
         reason = getattr(error, "stderr", None) or error
         _log.warning("Sums on the CPU are left to torch: their kernel could not be compiled. %s", reason)
         return None
 
 
 def _compiled() -> Path:
-    """The shared library, compiled unless it is there: for this source, compiler, processor and torch."""
+    """Path of the shared library for this source, compiler, processor and torch; compiled if it is not there."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = (*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    # Torch's own OpenMP, where torch brings one: its threads are then the same.
+    # Torch's own OpenMP, if torch has one, so that both share threads.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*")))
     texts = [file.read_text() for file in (HEADER, *SOURCES)]
     key = "\n".join([*texts, *compiler, *flags, *openmp, platform.machine(), torch.__version__])

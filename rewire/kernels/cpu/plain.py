@@ -1,8 +1,8 @@
-"""Mixes and their gradients in plain torch, without autograd: what eager mode runs where there is no kernel.
+"""Mixes and their gradients in plain torch, without autograd: what eager mode runs without a kernel.
 
-Tensors that the compiled loop of `native` knows are left to it. In torch a sum goes through one accumulator, a block of
-rows at a time: the accumulator stays in the cache while the sources stream past it, and no copy that a dtype or a
-stride makes necessary is larger than a block.
+The compiled loop of `native` gets the tensors that it supports. In torch a sum is accumulated for a block of rows at a
+time: the accumulator stays in the cache while the sources are read, and copies for another dtype or stride are no
+larger than a block.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rewire.kernels.cpu import native
 
-#: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
+#: Elements of a block per thread. Smaller blocks cost more in calls than they save in the cache.
 PER_THREAD = 1 << 18
-#: Elements that a sum has to read for gradients by hand to be worth it. Below, their calls cost more than the passes
-#: over memory that they save, and `mix` leaves the sum to autograd.
+#: Elements that a sum has to read for hand-written gradients to pay. Below, their calls cost more than the passes over
+#: memory that they save, and `mix` leaves the sum to autograd.
 WORTHWHILE = 1 << 18
 
 
@@ -33,7 +33,7 @@ def combine(
 
     Args:
         sources: N tensors x_k [..., D] of any strides and floating dtypes.
-        weights: float32 [N] or, per channel, [N, D]; None: zero, the scores are all there is.
+        weights: float32 [N] or, per channel, [N, D]; None: only scores count.
         added: tensors f_j [..., D].
         scores: weights per token, none or N tensors [..., 1].
 
@@ -47,7 +47,7 @@ def combine(
     tensors = (*sources, *added)
     result = torch.empty_like(tensors[0], dtype=functools.reduce(torch.promote_types, [x.dtype for x in tensors]))
     factors = () if weights is None else _factors(weights, scalar=weights.dim() == 1)
-    if scores and weights is not None and weights.dim() == 1:  # w + s is small: one pass over the sources, not two
+    if scores and weights is not None and weights.dim() == 1:  # w + s is small, and saves a pass over the sources
         precision = torch.promote_types(result.dtype, torch.float32)
         scores, factors = [s.to(precision) + w for s, w in zip(scores, factors, strict=True)], ()
     for (out,), xs, fs, ss in _blocks([result], sources, added, scores):
@@ -62,16 +62,16 @@ def combine(
 def combine_with_dots(
     grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], Tensor]:
-    """What n mixes send back to M states that they read: ``dx_m = sum_t w_mt g_t + sum_j a_j``, ``dw_mt = <x_m, g_t>``.
+    """Gradients of M states that n mixes read: ``dx_m = sum_t w_mt g_t + sum_j a_j``, ``dw_mt = <x_m, g_t>``.
 
-    A gradient is added, and multiplied by the states, while it is in the cache. With n = 1 this is the backward pass of
+    Each gradient is added, and multiplied by the states, while it is in the cache. With n = 1 this is the backward of
     one mix of M sources.
 
     Args:
         grads: n gradients g_t [..., D] of the mixes; at least one.
         states: M tensors x_m [..., D], of one dtype.
         weights: float32 [M, n] or, per channel, [M, n, D].
-        added: gradients a_j [..., D] that came other ways: any number for a single state; else one for each, or none.
+        added: gradients a_j [..., D] of other uses: any number for a single state; else one for each, or none.
 
     Returns:
         The gradients of the states, in their dtype; those of the weights, in the shape of ``weights``, float32 (float64
@@ -108,10 +108,10 @@ def combine_with_token_dots(
     scores: Tensor,
     added: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """`combine_with_dots` of mixes that have weights per token, too.
+    """`combine_with_dots` for mixes that also have weights per token.
 
     Args:
-        grads, states: as there.
+        grads, states: as in `combine_with_dots`.
         added: any number for a single state; else one for each, or none.
         weights: float32 [M, n] or [M, n, D]; None: zero.
         scores: weights per token, [..., M, n].
@@ -131,7 +131,7 @@ def combine_with_token_dots(
         row = None if weights is None else weights[m]
         carried = added if len(states) == 1 else added[m : m + 1]
         dx.append(combine(grads, row, carried, scores[..., m, :].split(1, -1)).to(x.dtype))
-        for g in grads:  # one at a time: a product is as large as a state
+        for g in grads:  # one at a time, as a product is as large as a state
             product = g.to(torch.promote_types(g.dtype, scores.dtype)) * x
             of_tokens.append(product.sum(-1))
             if weights is not None:
@@ -156,13 +156,13 @@ def combine_backward(
 
 @functools.lru_cache(4096)
 def constants(numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers as a tensor [n] on the CPU. In decoding each token needs those of all sums again."""
+    """Numbers as a tensor [n] on the CPU; cached, as in decoding each token needs those of all sums again."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """`operators.project`, where gradients are off; what the norm divides by is [..., 1]."""
+    """`operators.project` without gradients; the norm's factor is [..., 1]."""
     if x.dtype != weight.dtype:
         precision = torch.promote_types(x.dtype, weight.dtype)
         x, weight = x.to(precision), weight.to(precision)
@@ -171,10 +171,10 @@ def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
         inverse = x.new_empty(0)
     else:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        # Without kernels tensors of a GPU come here, too; on a CPU, where a token is decoded, each call counts.
+        # A GPU's tensors come here without kernels; on a CPU, in decoding, each call counts.
         least = constants((eps,), norm.dtype) if x.is_cpu else norm.new_full((), eps)
         inverse = torch.rsqrt(torch.addcmul(least, norm, norm, value=1 / x.shape[-1]))
-        found = found * inverse  # not in place: selective checkpointing keeps products as they are then
+        found = found * inverse  # not in place: selective checkpointing may keep the product
     return torch.where(found < 0, -0.0, found + 0.0) if clamped else found, inverse
 
 
@@ -190,8 +190,8 @@ def project_backward(
 ) -> tuple[Tensor, Tensor]:
     """`operators.project_backward`.
 
-    For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, the mean being the sum over s divided by D. Where
-    they were clamped, g is 0.
+    For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, where the mean is the sum over s divided by D. g is 0
+    for clamped scores.
     """
     rows, precision = x.reshape(-1, x.shape[-1]).to(grad.dtype), grad.dtype
     given, weight = grad.reshape(-1, grad.shape[-1]), weight.to(precision)
@@ -217,7 +217,7 @@ def _in_one_pass(
     added: Sequence[Tensor],
     scores: Sequence[Tensor],
 ) -> list[Tensor] | None:
-    """`native.sums` of one result, the scores being a [..., 1] for each term."""
+    """`native.sums` with one result, and scores [..., 1] for each term."""
     if any(score.shape != (*terms[0].shape[:-1], 1) for score in scores):
         return None
     table = torch.stack(list(scores), -1) if scores else None  # [..., 1, N]
@@ -228,22 +228,22 @@ class _Total:
     """The sum over one block, in float32 or float64.
 
     Args:
-        out: the block of the result; its memory serves as the accumulator if it has that dtype.
-        added: what the sum starts with.
+        out: the block of the result; it serves as the accumulator if it has that dtype.
+        added: tensors with which the sum starts.
     """
 
     def __init__(self, out: Tensor, added: Sequence[Tensor]) -> None:
         self.dtype = torch.promote_types(out.dtype, torch.float32)
         self._out = out
         self._accumulator = out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
-        self._value = added[0].to(self.dtype) if added else None  # filling the accumulator is no pass of its own
+        self._value = added[0].to(self.dtype) if added else None  # saves a pass that fills the accumulator
         for f in added[1:]:
             self.add(f, 1.0)
 
     def add(self, x: Tensor, factor: float | Tensor) -> None:
         """Add ``factor x``."""
         x, value, accumulator = _converted(x, self.dtype), self._value, self._accumulator
-        # What is returned is taken: selective checkpointing may hand out another tensor than the accumulator.
+        # Use the returned tensor: selective checkpointing may return another one than the accumulator.
         if value is None:
             self._value = torch.mul(x, factor, out=accumulator)
         elif isinstance(factor, Tensor):
@@ -257,7 +257,7 @@ class _Total:
 
 
 def _factors(weights: Tensor, scalar: bool) -> Any:
-    """The weights as nested lists or tensors. Numbers are faster, where reading them needs no wait for a device."""
+    """The weights as nested lists or tensors. Numbers are faster, unless reading them would synchronise a device."""
     return weights.tolist() if scalar and weights.device.type == "cpu" else weights
 
 
@@ -280,7 +280,7 @@ def _by_channel(x: Tensor, y: Tensor) -> Tensor:
 def _of_one_shape(
     sources: Sequence[Tensor], added: Sequence[Tensor], scores: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """All of them broadcast: tensors to [..., D], scores to [..., 1]."""
+    """All arguments broadcast: tensors to [..., D], scores to [..., 1]."""
     shapes = {x.shape for x in (*sources, *added)}
     if len(shapes) == 1 and not scores:
         return sources, added, scores
@@ -290,7 +290,7 @@ def _of_one_shape(
 
 
 def _blocks(*groups: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
-    """The same rows of all tensors [..., D] or [..., 1], a block at a time, as views, in their groups."""
+    """Blocks of the same rows of all tensors [..., D] or [..., 1], as views, in their groups."""
     first, limit = groups[0][0], PER_THREAD * torch.get_num_threads()
     if first.numel() <= limit or first.dim() < 2:
         yield groups

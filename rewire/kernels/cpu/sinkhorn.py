@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp of small matrices by a compiled kernel, ``sinkhorn.cpp``: torch makes hundreds of operations of it.
+"""Sinkhorn-Knopp of small matrices by a compiled loop, ``sinkhorn.cpp``, in place of hundreds of torch operations.
 
 The formulas are those of `rewire.topologies.manifolds.sinkhorn`.
 """
@@ -18,26 +18,26 @@ _FUNCTIONS = {torch.float32: "sinkhorn_float32", torch.float64: "sinkhorn_float6
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether the kernel takes such matrices: float32 or float64, on a CPU."""
+    """Whether the loop supports such matrices: float32 or float64, on a CPU."""
     return logits.dtype in _FUNCTIONS and native.knows(logits)
 
 
 def forward(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """The result, [..., n, n], contiguous, of matrices that it `fits`."""
+    """The result, [..., n, n], contiguous, for matrices that it `fits`."""
     return _run(logits, None, iterations, eps)
 
 
 def backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """The gradient of the logits, [..., n, n], contiguous, from that of the result."""
+    """The gradient of the logits, [..., n, n], contiguous, from the gradient of the result."""
     return _run(logits, grad, iterations, eps)
 
 
 def _run(logits: Tensor, grad: Tensor | None, iterations: int, eps: float) -> Tensor:
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     given, up = logits.contiguous(), None
-    if grad is not None:  # in memory of its own: gradients that torch knows to be zero have none
+    if grad is not None:  # a copy: torch's zero gradients may have no memory
         up = torch.empty_like(result).copy_(grad)
-    pointers = [None if x is None else x.data_ptr() for x in (given, up, result)]  # no gradient means forward
+    pointers = [None if x is None else x.data_ptr() for x in (given, up, result)]  # no gradient: the forward
     size, n = logits.numel(), logits.shape[-1]
     parts = min(torch.get_num_threads(), 1 + iterations * size // native.GRAIN)
     _function(logits.dtype)(size // n**2, n, iterations, eps, *pointers, parts)

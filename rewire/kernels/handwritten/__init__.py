@@ -1,1 +1,1 @@
-"""Triton kernels that are written by hand."""
+"""Handwritten Triton kernels."""

@@ -1,12 +1,12 @@
-"""Gates of hyper-connections as Triton kernels: what units read and write streams with, of a few values per token.
+"""Gates of hyper-connections as Triton kernels: weights of reads and writes, from a few values per token.
 
-A value is ``z = b + a s``, of one that is the same for all tokens, a scale, and the product s that was read off a
-token's streams; or ``b + a tanh(s)``. In the first case the values of a token are n of the read and n of the write,
-which become sigmoids, and n n of a matrix, which Sinkhorn-Knopp makes doubly stochastic, all iterations in registers.
-The formulas are those of `rewire.topologies.mhc`, `rewire.topologies.hyper` and `rewire.topologies.manifolds`.
+A value is ``z = b + a s``, with b the same for all tokens, a scale a, and s the projection of a token's streams; or
+``b + a tanh(s)``. In the first case a token has n values for the read and n for the write, which become sigmoids, and
+n n for a matrix, which Sinkhorn-Knopp makes doubly stochastic, with all iterations in registers. The formulas are those
+of `rewire.topologies.mhc`, `rewire.topologies.hyper` and `rewire.topologies.manifolds`.
 
-Backward runs the iterations again, keeps the log of each sum, n numbers for half an iteration, and undoes them one by
-one.
+Backward runs the iterations again, keeps the logarithms of all sums, n numbers for each half of an iteration, and
+reverses them one by one.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -25,16 +25,16 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata
 from rewire.kernels.kernel import MOST_KEPT, Kernel, by_hand
 
-#: What changes from call to call, or starts anywhere.
+#: Arguments that change from call to call, or may be unaligned.
 _ANY = {"do_not_specialize": ["tokens"], "do_not_specialize_on_alignment": ["static", "scale"]}
 
 
-# Values of each stream, with a hyperbolic tangent: A_m, A_r and B of stream i are n + 2 columns.
+# The tanh form: n + 2 values for each stream i, its A_m, A_r and B.
 
 
 @triton.jit
 def _tanh(x):
-    """Near zero by its series, as ``1 - 2 / (exp(2 x) + 1)`` has no digits there."""
+    """tanh; near zero by its series, where ``1 - 2 / (exp(2 x) + 1)`` would cancel."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
     return tl.where(square < 0.01, series, 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(x, 20.0)) + 1.0))
@@ -42,7 +42,7 @@ def _tanh(x):
 
 @triton.jit
 def _place(i, k, N: tl.constexpr):
-    """Where column k of stream i stands in a token's table: row j, column i for A_r; column n for B."""
+    """Offset of column k of stream i in a token's table: row j, column i for A_r; column n for B."""
     return tl.where(k <= N, (k - 1) * (N + 1) + i, i * (N + 1) + N)
 
 
@@ -81,7 +81,7 @@ def tanh_backward(
     grad_table,  # float32 [tokens, N, N + 1]
     grad_products,  # float32, as products
     grad_strides,
-    partials,  # float32 [programs, N + 1, N + 2]: of the static values, and of the scale
+    partials,  # float32 [programs, N + 1, N + 2]: sums for the static values and for the scale
     tokens,
     N: tl.constexpr,
     SIZE: tl.constexpr,
@@ -105,17 +105,17 @@ def tanh_backward(
     tl.store(whole + (N * (N + 2) + column), tl.sum(tl.sum(g * t, 0), 0), mask=column < N + 2)
 
 
-# Values of all streams: n of the read, n of the write, and the logits of a matrix, row by row.
+# The sigmoid form: n values for the read, n for the write, and the logits of a matrix, row by row.
 
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # beyond, the exponential overflows
+    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # the exponential would overflow
 
 
 @triton.jit
 def _log_sum(x, floor, dim: tl.constexpr, FLOORED: tl.constexpr):
-    """Logarithm of the sum of ``exp(x)`` along a dimension, plus eps = ``exp(floor)``."""
+    """Logarithm of (the sum of ``exp(x)`` along a dimension, plus eps = ``exp(floor)``)."""
     largest = tl.max(x, dim, keep_dims=True)
     total = tl.log(tl.sum(tl.exp(x - largest), dim, keep_dims=True)) + largest
     return _log_add(total, floor) if FLOORED else total
@@ -129,7 +129,7 @@ def _log_add(x, floor):
 
 @triton.jit
 def _real(x, N: tl.constexpr, SIZE: tl.constexpr):
-    """Rows and columns beyond N are logarithms of nothing; not of zero, as no infinity may be taken from another."""
+    """``x`` with large negative logarithms in the padding beyond N; not -inf, as differences would be NaN."""
     row, col = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
     return tl.where((row < N) & (col < N), x, -1e30) if N < SIZE else x
 
@@ -195,7 +195,7 @@ def sinkhorn_backward(
     grad_table,  # float32 [tokens, N, N + 1]
     grad_products,  # float32, as products
     grad_strides,
-    partials,  # float32 [programs, 2, 2 N + N N]: of the static values, and of the scale
+    partials,  # float32 [programs, 2, 2 N + N N]: sums for the static values and for the scale
     tokens,
     floor,
     magnitude,
@@ -211,7 +211,7 @@ def sinkhorn_backward(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     token, i = first + tl.arange(0, BLOCK)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (token < tokens) & (i < N)
-    for part in tl.static_range(2):  # of the read, of the write
+    for part in tl.static_range(2):  # the read, then the write
         column = part * N + i
         s, a, z = _loaded(products, static, scale, column, strides, token, inside)
         if part == 0:
@@ -235,7 +235,7 @@ def sinkhorn_backward(
     if FLOORED:
         x = _real(_log_add(first_step, floor), N, SIZE)
     padded = x
-    # What each half of an iteration took away: of iteration t, entry t.
+    # The logarithms that each half of an iteration subtracts; entry t is for iteration t.
     step = tl.arange(0, STEPS)[None, :, None]
     of_rows = tl.zeros([BLOCK, STEPS, SIZE], tl.float32)
     of_columns = tl.zeros([BLOCK, STEPS, SIZE], tl.float32)
@@ -301,8 +301,8 @@ def backward(
 def _fitted(
     products: Metadata, n: int, iterations: int, eps: float, magnitude: float, backward: bool
 ) -> tuple[Kernel, int, tuple[int, ...]]:
-    """The kernel for products of all tokens, of a list of tensors in the order of its parameters; its programs; and
-    the strides of the products' gradient.
+    """The kernel for products of all tokens, which takes tensors in the order of its parameters; its number of
+    programs; and the strides of the products' gradient.
     """
     tokens, size = products.shape[0], 1 << (n - 1).bit_length()
     numbers: dict[str, Any] = {"strides": products.strides, "tokens": tokens, "N": n}
@@ -313,7 +313,7 @@ def _fitted(
         floor, steps = math.log(eps) if eps > 0 else 0.0, 1 << (iterations - 1).bit_length()
         numbers |= {"floor": floor, "magnitude": magnitude, "ITERATIONS": iterations}
         numbers |= {} if backward else {"eps": eps}
-        constants["num_warps"] = warps = 4 if size <= 4 else 1  # sums of a larger matrix would go through several
+        constants["num_warps"] = warps = 4 if size <= 4 else 1  # a larger matrix's sums would cross several warps
         block = max(1, min(64, 512 * warps // (size * (steps if backward else size))))
         constants |= {"FLOORED": eps > 0, "BLOCK": block} | ({"STEPS": steps} if backward else {})
         jit = sinkhorn_backward if backward else sinkhorn_forward
@@ -327,7 +327,7 @@ def _fitted(
 
 
 def _dense(x: Metadata) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose dimensions lie in the order of those of ``x``."""
+    """Strides of a dense tensor whose dimensions have the memory order of those of ``x``."""
     strides, step = [0] * len(x.shape), 1
     for dim in sorted(range(len(x.shape)), key=lambda dim: (x.strides[dim], -dim)):
         strides[dim], step = step, step * max(1, x.shape[dim])

@@ -1,6 +1,6 @@
 """Weights per token of a hidden layer, ``gelu(h) @ W + b``, as Triton kernels: see `tokens.read_off_hidden`.
 
-``h`` is what a projection read off the states, one column after the other. Nothing but ``h`` is kept for backward.
+``h`` is a projection of the states, column by column. Only ``h`` is kept for backward.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -21,14 +21,14 @@ from rewire.kernels.handwritten import projection, totals
 from rewire.kernels.handwritten.projection import PRECISION
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Kernel, by_hand
 
-#: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
+#: Columns of the weight -> rows of a tile, columns of h in it, and warps, such that registers hold it.
 FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}
 BACKWARD = {16: (16, 16, 4), 32: (16, 16, 4), 64: (16, 16, 8), 128: (16, 16, 8)}
 
 
 @triton.jit
 def _normal(x):
-    """The share of a normal distribution below ``x``: ``gelu(x)`` is x times that."""
+    """The normal distribution function of ``x``: ``gelu(x)`` is x times that."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -75,7 +75,7 @@ def hidden_backward(
     BLOCK_K: tl.constexpr,
     ALL_K: tl.constexpr,
 ):
-    """``dh = (g W^T) gelu'(h)``, ``dW = gelu(h)^T g`` and ``db = sum g``, for some columns of h in each program."""
+    """``dh = (g W^T) gelu'(h)``, ``dW = gelu(h)^T g`` and ``db = sum g``; each program has some columns of h."""
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     m = tl.arange(0, ALL_K)
     w = tl.load(weight + (k[None, :] * K + m[:, None]), mask=(k[None, :] < K) & (m[:, None] < K), other=0.0)  # W^T
@@ -99,7 +99,7 @@ def hidden_backward(
 
 
 def forward(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
-    """`operators.hidden`: each of the K is contiguous."""
+    """`operators.hidden`; each column of the result is contiguous."""
     by_column = _by_column(hidden)
     scores = torch.empty_like(by_column)
     kernel, _ = _fitted(metadata(by_column), (), False)
@@ -116,7 +116,7 @@ def backward(
     inverse: Tensor,
     carried: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`operators.hidden_backward`; ``hidden`` and ``inverse`` are as `projection.forward` returned them."""
+    """`operators.hidden_backward`, with ``hidden`` and ``inverse`` from `projection.forward`."""
     by_column, most = _by_column(hidden), hidden.shape[-1]
     given = grad.reshape(-1, most)
     kernel, programs = _fitted(metadata(by_column), given.stride(), True)
@@ -129,15 +129,15 @@ def backward(
 
 
 def _by_column(hidden: Tensor) -> Tensor:
-    """[K, ...], contiguous; saved tensors may come back with other strides (`save_on_cpu`)."""
+    """``hidden`` as [K, ...], contiguous; saved tensors may come back with other strides (`save_on_cpu`)."""
     return hidden.movedim(-1, 0).contiguous()
 
 
 @functools.lru_cache(MOST_KEPT)
 def _fitted(hidden: Metadata, grad: tuple[int, ...], backward: bool) -> tuple[Kernel, int]:
-    """The kernel of a list of tensors, in the order of its parameters, and its programs; ``grad`` are strides."""
+    """The kernel, which takes tensors in the order of its parameters, and its number of programs; ``grad``: strides."""
     most, rows = hidden.shape[0], math.prod(hidden.shape[1:])
-    columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes
+    columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that tl.dot supports
     block_rows, block_columns, warps = (BACKWARD if backward else FORWARD)[columns]
     constants: dict[str, Any] = {
         "BLOCK_ROWS": block_rows,
@@ -148,7 +148,7 @@ def _fitted(hidden: Metadata, grad: tuple[int, ...], backward: bool) -> tuple[Ke
     constants |= {"PRECISION": PRECISION, "enable_fp_fusion": True}
     programs, numbers = -(-rows // block_rows), {"rows": rows, "K": most}
     if backward:
-        programs = min(programs, PROGRAMS // 8)  # each leaves a square of sums
+        programs = min(programs, PROGRAMS // 8)  # each leaves K x K partial sums
         numbers |= {"grad_row_stride": grad[0], "grad_stride": grad[1]}
     by_column = -(-most // block_columns) if backward else 1
     jit = hidden_backward if backward else hidden_forward

@@ -1,9 +1,9 @@
-"""Projections of states to a few numbers for each token, as Triton kernels: ``rms_norm(x) @ W``, or ``x @ W``.
+"""Projections of states to a few numbers per token, as Triton kernels: ``rms_norm(x) @ W``, or ``x @ W``.
 
 A state is read once, in its own dtype; sums are float32. With ``r = (mean(x^2) + eps)^(-1/2)``, one number for each
-row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing of the size of a state is made, or kept for backward. For ``x @ W``
-the kernels are the same, and r is divided out: forms of their own, without r and with scores clamped in the kernel,
-gave other gradients of bfloat16 on an H100 (Triton 3.6) than in Triton's interpreter.
+row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing as large as a state is made, or kept for backward. ``x @ W`` uses the
+same kernels, and divides by r: separate kernels, without r and with scores clamped inside, gave bfloat16 gradients on
+an H100 (Triton 3.6) that differed from those of Triton's interpreter.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -24,31 +24,31 @@ from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_stri
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Fitted, by_hand
 from rewire.kernels.switch import INTERPRETED
 
-#: How exact matrix products in the kernels are: as float32, by three products of tensor cores where there are any.
+#: Precision of matrix products in the kernels: that of float32, by three tensor-core products where there are any.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
-#: What matrices of bfloat16 are multiplied as: the interpreter multiplies none of these.
+#: The dtype in which bfloat16 matrices are multiplied: the interpreter cannot multiply bfloat16.
 OPERAND = tl.float32 if INTERPRETED else tl.bfloat16
-#: Columns of the weight that one kernel takes.
+#: Most columns of the weight for one kernel.
 MOST = 128
-#: Rows and columns of a tile, warps, and tiles that are loaded ahead, by the columns of the weight: the
-#: fastest of ``benchmarks/on_gpu/tiles.py`` on an H200 that fit into the shared memory of smaller GPUs.
+#: Columns of the weight -> rows and columns of a tile, warps, and pipeline stages: the fastest of
+#: ``benchmarks/on_gpu/tiles.py`` on an H200 that fit into the shared memory of smaller GPUs.
 FORWARD = {16: (64, 64, 4, 4), 32: (64, 64, 4, 3), 64: (64, 32, 4, 4), 128: (64, 32, 4, 3)}
 BACKWARD = {16: (16, 256, 4, 1), 32: (32, 128, 4, 1), 64: (32, 128, 4, 1), 128: (16, 128, 4, 1)}
 WEIGHTS = {16: (32, 64, 4, 4), 32: (32, 128, 4, 3), 64: (32, 128, 4, 3), 128: (32, 128, 8, 3)}
-#: Rows and columns of a tile of the products of a read's gradient.
+#: Rows and columns of a tile in `products`.
 TILE = (16, 256)
 
 
 @triton.jit
 def _halves(x, OPERAND: tl.constexpr):
-    """A float32 as bfloat16 and what that leaves: together 16 of its 24 digits."""
+    """A float32 as the sum of two bfloat16, with 16 of its 24 bits."""
     high = x.to(tl.bfloat16)
     return high.to(OPERAND), (x - high.to(tl.float32)).to(tl.bfloat16).to(OPERAND)
 
 
 @triton.jit
 def _thirds(x, OPERAND: tl.constexpr):
-    """A float32 as the sum of three bfloat16: all of its 24 digits."""
+    """A float32 as the sum of three bfloat16, with all of its 24 bits."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -57,8 +57,8 @@ def _thirds(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
-    """``total + a b`` of float32 matrices, or one of which is bfloat16: the other is then such a sum, and the products
-    are as exact, at half the price.
+    """``total + a b`` of float32 matrices; if one is bfloat16, the other is split into such a sum, and the product is
+    as exact at half the cost.
     """
     if a.dtype == tl.bfloat16:
         high, middle, low = _thirds(b, OPERAND)
@@ -74,7 +74,7 @@ def _dot(a, b, total, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def _dot_halves(a, b, total, OPERAND: tl.constexpr):
-    """``total + a b`` of float32 matrices, for a result that is rounded to bfloat16."""
+    """``total + a b`` of float32 matrices, exact enough for a result that is rounded to bfloat16."""
     high, low = _halves(a, OPERAND)
     first, second = _halves(b, OPERAND)
     return tl.dot(high, first, tl.dot(high, second, tl.dot(low, first, total)))
@@ -135,9 +135,7 @@ def _gradient(
     FIRST,
     APART: tl.constexpr,
 ):
-    """That of scores at rows and columns k, which are those of a tile one way or the other. APART, it comes in two
-    tensors.
-    """
+    """The gradient of scores at the rows and columns k of a tile or its transpose; with APART it is in two tensors."""
     given, row_stride, known = grad + k * grad_stride, grad_row_stride, (row < rows) & (k < K)
     if APART:
         is_later = k >= FIRST
@@ -186,8 +184,8 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``.
 
-    READ, x are streams of tokens: each in a row of its own, or those of a token side by side in one row; and ``m_i dr``
-    is added for a read ``sum_i m_i x_i`` of a token.
+    With READ, x holds streams of tokens, one per row or all streams of a token in one row, and ``m_i dr`` is added for
+    a token's read ``sum_i m_i x_i``.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)
@@ -205,7 +203,7 @@ def project_backward(
         if READ:
             token = row // TOKEN_ROWS
             dr = tl.load(grad_read + (token * grad_read_stride + col % WIDTH), mask=inside, other=0.0).to(tl.float32)
-            # One stream for the tile, where there is no other in it
+            # A scalar, if the tile has only one stream
             of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
             factor = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
             dx += tl.load(factors + factor, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
@@ -215,7 +213,7 @@ def project_backward(
         values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
         dx -= values * (r * r * tl.sum(g * s, 1, keep_dims=True) * (1.0 / COLS))
         g *= r
-        # From zero: what stands in registers as it is loaded does not have to be moved to where products are.
+        # Starts from zero: loaded values would have to be moved to the layout of the product.
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if grad_x.dtype.element_ty == tl.bfloat16:
             dx += _dot_halves(g, w, total, OPERAND)
@@ -226,7 +224,7 @@ def project_backward(
 
 @triton.jit(do_not_specialize=["rows", "K", "FIRST", *_STRIDES])
 def project_weights(
-    grad,  # these as above
+    grad,  # these as in `project_backward`
     grad_row_stride,
     grad_stride,
     later,
@@ -279,7 +277,7 @@ def products_of_read(
     BLOCK_COLS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
-    for stream in tl.static_range(N):  # the gradient comes from the cache after the first
+    for stream in tl.static_range(N):  # after the first, the gradient comes from the cache
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         for first in range(0, COLS, BLOCK_COLS):
             col = first + tl.arange(0, BLOCK_COLS)[None, :]
@@ -291,7 +289,7 @@ def products_of_read(
 
 
 def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """`operators.project`: of the scores, each of the K is contiguous."""
+    """`operators.project`; each column of the scores is contiguous."""
     if weight.shape[1] > MOST:
         found = [forward(x, columns, eps, clamped) for columns in weight.split(MOST, dim=1)]
         return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
@@ -300,10 +298,10 @@ def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel(), dtype=torch.float32, device=x.device)
     fitted.kernel((*fitted.even(x), weight, scores, inverse))
-    if eps is None:  # whatever stood in its place
+    if eps is None:  # undo r, whatever eps it used
         scores, inverse = scores.div_(inverse.view(lead)), inverse[:0]
     if clamped:
-        scores = torch.where(scores < 0, -0.0, scores)  # sums begin at 0, and are no other -0
+        scores = torch.where(scores < 0, -0.0, scores)  # unclamped sums start at 0, and so are never -0
     return scores.movedim(0, -1), inverse
 
 
@@ -323,10 +321,10 @@ def _fitted_forward(x: Metadata, weight: Metadata, eps: float) -> Fitted:
 
 
 class Read(NamedTuple):
-    """What a read ``r = sum_i m_i x_i`` of n streams of each token sends back.
+    """The gradient of a read ``r = sum_i m_i x_i`` of each token's n streams, and its factors.
 
     Attributes:
-        grad: of r, [..., 1, D].
+        grad: gradient of r, [..., 1, D].
         factors: m, float32 [..., n, 1].
     """
 
@@ -344,13 +342,13 @@ def backward(
     read: Read | None = None,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`operators.project_backward`, of tensors as `forward` takes and returns them."""
+    """`operators.project_backward`, for tensors as `forward` takes and returns them."""
     if weight.shape[1] > MOST:
         of_weight, grad = [], grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
         for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
             carried, found = backward([g], x, columns, known, inverse, carried, read, clamped)
             of_weight.append(found)
-            read = None  # it is in what is carried
+            read = None  # it is part of carried now
         assert carried is not None
         return carried, torch.cat(of_weight)
     of_x, partials = backward_in_parts(grads, x, weight, scores, inverse, carried, read, clamped)
@@ -367,9 +365,9 @@ def backward_in_parts(
     read: Read | None = None,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`backward` of at most `MOST` columns; that of the weight in parts to be added up, [parts, K, D]."""
+    """`backward` for at most `MOST` columns; the weight's gradient in parts to be added up, [parts, K, D]."""
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
-    if torch.version.hip is not None and len(grads) > 1:  # where a pointer cannot be one of two
+    if torch.version.hip is not None and len(grads) > 1:  # AMD's GPUs cannot choose between pointers
         grads = [torch.cat(list(grads), -1)]
     if clamped:
         of_each = scores.split([grad.shape[-1] for grad in grads], -1)
@@ -379,7 +377,7 @@ def backward_in_parts(
     inverse = inverse.contiguous()
     if inverse.numel():
         by_column = scores.reshape(rows, most).t().contiguous()
-    else:  # r = 1, and scores of 0 leave nothing of a norm's second term
+    else:  # with r = 1 and scores of 0, the norm's second term is 0
         inverse, by_column = inverse.new_ones(rows), inverse.new_zeros(most, rows)
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else metadata(t) for t in (carried, read and read.grad, factors)]
@@ -407,7 +405,7 @@ def _fitted_backward(
     grad_read: Metadata | None,
     factors: Metadata | None,
 ) -> Fitted:
-    """``factors`` are [tokens, streams]."""
+    """The kernel of `project_backward` for tensors like these; ``factors`` are [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     constants = _constants(BACKWARD, cols, most) | {"CARRIED": carried is not None, "READ": grad_read is not None}
     constants["APART"] = len(grads) > 1
@@ -435,7 +433,7 @@ def _fitted_weights(x: Metadata, grads: _Grads) -> Fitted:
 
 
 def _numbers(x: Metadata, grads: _Grads) -> dict[str, Any]:
-    """What both kernels of backward take beside tensors."""
+    """The arguments of both backward kernels other than tensors."""
     rows, cols, stride = _rows(x)
     numbers: dict[str, Any] = {"rows": rows, "K": sum(grad.shape[1] for grad in grads), "FIRST": grads[0].shape[1]}
     numbers["grad_row_stride"], numbers["grad_stride"] = grads[0].strides
@@ -444,7 +442,7 @@ def _numbers(x: Metadata, grads: _Grads) -> dict[str, Any]:
 
 
 def _programs(rows: int, cols: int, constants: dict[str, Any]) -> tuple[int, int]:
-    """How many share the rows, and how many the columns."""
+    """Number of programs that share the rows, and that share the columns."""
     of_cols = -(-cols // constants["BLOCK_COLS"])
     return min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // of_cols)), of_cols
 
@@ -473,12 +471,12 @@ def _fitted_products(grad: Metadata, streams: Metadata) -> Fitted:
 
 
 def _rows(x: Metadata) -> tuple[int, int, int | None]:
-    """Rows, columns, and the elements between rows; None if they are not even."""
+    """Number of rows, of columns, and the row stride, None if rows are not evenly spaced."""
     return math.prod(x.shape[:-1]), x.shape[-1], row_stride(x.shape, x.strides)
 
 
 def _constants(tiles: dict[int, tuple[int, int, int, int]], cols: int, most: int) -> dict[str, Any]:
-    columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes
+    columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that tl.dot supports
     block_rows, block_cols, warps, stages = tiles[columns]
     sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "BLOCK_K": columns, "STAGES": stages}
     return {

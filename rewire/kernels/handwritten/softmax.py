@@ -1,4 +1,4 @@
-"""The softmax of reads that attend, and what its gradients need, as Triton kernels: see `attended` for the formulas."""
+"""The softmax of attending reads, and statistics for its gradients, as Triton kernels: `attended` has the formulas."""
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata, row_stride
 from rewire.kernels.kernel import MOST_KEPT, Fitted, Kernel, by_hand
 
-#: Rows of a program that holds a few numbers for each, and how many numbers one holds where there are many.
+#: Rows of a program that holds a few numbers for each row; the most numbers that a program holds.
 ROWS, HELD = 128, 8192
 #: Rows and columns of a tile of states.
 TILE = (16, 128)
@@ -23,7 +23,7 @@ TILE = (16, 128)
 
 @triton.jit
 def _one_of(tensors, which, N: tl.constexpr):
-    """Where the tensors begin that are asked for: chosen as numbers, as AMD's GPUs do not choose among pointers."""
+    """Pointers to the chosen tensors, selected as integers, as AMD's GPUs cannot choose among pointers."""
     address = which.to(tl.int64) * 0
     for i in tl.static_range(N):
         address = tl.where(which == i, tensors[i].to(tl.int64), address)
@@ -32,9 +32,9 @@ def _one_of(tensors, which, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "rows", "begun_stride", "count"])
 def softmax_forward(
-    scores,  # N x float32 [rows], of which n are read
+    scores,  # N x float32 [rows], the first n of which are read
     n,
-    begun,  # float32 [2, rows]: the largest of earlier scores, the sum of their numerators
+    begun,  # float32 [2, rows]: largest earlier score, sum of earlier numerators
     begun_stride,
     shares,  # float32 [BEGUN + n, rows]
     statistics,  # float32 [2, rows]
@@ -101,8 +101,8 @@ def tally_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def shares_kernel(
     scores,  # M x float32 [reads, rows]
-    tallies,  # N x float32 [3, rows], the first ones of the reads
-    shares,  # float32 [M + 1, reads, rows]: of each state, and the means that the tallies end with
+    tallies,  # N x float32 [3, rows], of which the first are the reads'
+    shares,  # float32 [M + 1, reads, rows]: shares of each state, then the tallies' means e
     rows,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -123,7 +123,7 @@ def shares_kernel(
 
 
 def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """`operators.softmax`: ``e_i / (sum_j e_j / count)``, ``e_i = exp(s_i - m)``; and m and what e is divided by."""
+    """`operators.softmax`: ``e_i / d`` with ``e_i = exp(s_i - m)`` and ``d = sum_j e_j / count``; and m and d."""
     given = [s.contiguous() for s in scores]
     like = given[0] if begun is None else begun[0]
     shares = like.new_empty((len(given) + (begun is not None), *like.shape))
@@ -134,19 +134,19 @@ def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
 
 
 def _filled_up(tensors: Sequence[Tensor], other: Tensor) -> list[Tensor]:
-    """To a power of two, so that few kernels serve all numbers of them. What is filled in is not read."""
+    """The tensors, padded by ``other`` to a power of two, so that few kernels are needed; padding is not read."""
     missing = _power(len(tensors)) - len(tensors)
     return [*tensors, *[other.view(-1)[:1]] * missing] if missing else [*tensors]
 
 
 def _power(n: int) -> int:
-    """The next power of two, from 4 on."""
+    """The next power of two, at least 4."""
     return 1 << max(2, (n - 1).bit_length())
 
 
 @functools.lru_cache(MOST_KEPT)
 def _fitted_forward(shares: Metadata, begun: int | None, count: int) -> Kernel:
-    """``begun`` is the distance of its rows."""
+    """The kernel of `forward` for tensors like these; ``begun`` is the stride of its rows."""
     n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
     most = _power(n)
     block = max(16, min(ROWS, HELD // most))

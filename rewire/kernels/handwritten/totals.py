@@ -1,6 +1,6 @@
-"""The second step of sums over programs: one Triton kernel adds up all that the programs of others left.
+"""The second step of sums over programs: one Triton kernel adds up the partial sums that other kernels left.
 
-Partial sums lie one behind the other, [parts, ...]. They are added in an order that depends on sizes only.
+Partial sums are contiguous, [parts, ...]. They are added in an order that depends only on sizes.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
 # mypy: disable-error-code="no-untyped-def"
@@ -20,13 +20,13 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata
 from rewire.kernels.kernel import MOST_KEPT, At, Code, Kernel
 
-#: Elements of a tile, and sums of it at the most.
+#: Elements of a tile, and the most sums in it.
 TILE, MOST_SUMS = 2048, 128
 
 
 @triton.jit
 def _one_tile(partials, result, parts, size, run, step, first, TOGETHER: tl.constexpr, SUMS: tl.constexpr):
-    """Sums of partials [parts, size], from ``first`` on."""
+    """One tile of the sums of partials [parts, size], from ``first`` on."""
     place = first + tl.arange(0, SUMS)
     inside = (place >= 0) & (place < size)
     total = tl.zeros([TOGETHER, SUMS], tl.float32)
@@ -39,12 +39,12 @@ def _one_tile(partials, result, parts, size, run, step, first, TOGETHER: tl.cons
 
 @triton.jit
 def add_up(
-    partials,  # of each, float32 [parts, size]
-    results,  # of each, where the first sum goes
+    partials,  # for each of several sums, float32 [parts, size]
+    results,  # for each, a pointer to the first total
     parts,
     sizes,
-    runs,  # of each: sums that follow each other in the result ..
-    steps,  # .. and how far it is from one run to the next
+    runs,  # for each, number of contiguous totals ..
+    steps,  # .. and the distance from one run to the next
     TOGETHER: tl.constexpr,  # parts in a tile
     SUMS: tl.constexpr,  # sums in a tile
 ):
@@ -58,15 +58,15 @@ def add_up(
 
 
 class Sums(NamedTuple):
-    """What one kernel left.
+    """The partial sums of one kernel, and where their totals go.
 
     Attributes:
-        partials: where they are, float32 [parts, ...].
-        result: where the first sum goes.
-        parts: of how many programs.
-        size: sums.
-        run: how many of them follow each other in the result.
-        step: from one run to the next.
+        partials: place of the partial sums, float32 [parts, ...].
+        result: place of the first total.
+        parts: number of programs.
+        size: number of totals.
+        run: number of contiguous totals in the result.
+        step: distance from one run to the next.
     """
 
     partials: At
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 
 
 def kernel(sums: Sequence[Sums], device: torch.device) -> Kernel:
-    """What makes all of them."""
+    """The kernel that makes all of these sums."""
     tiles = tuple([_tile(one.parts, one.size) for one in sums])
     programs = sum(-(-one.size // tile[1]) for one, tile in zip(sums, tiles, strict=True))
     places = {"partials": tuple(one.partials for one in sums), "results": tuple(one.result for one in sums)}
@@ -90,7 +90,7 @@ def kernel(sums: Sequence[Sums], device: torch.device) -> Kernel:
 
 
 def added_up(partials: Sequence[Tensor]) -> list[Tensor]:
-    """Each summed over its first dimension, float32 [...]; they are float32 [parts, ...] and contiguous."""
+    """The sum of each over its first dimension, float32 [...]; inputs are float32 [parts, ...] and contiguous."""
     results = [x.new_empty(x.shape[1:]) for x in partials]
     _fitted(tuple([metadata(x) for x in partials]))((*partials, *results))
     return results
@@ -109,7 +109,7 @@ def _fitted(partials: tuple[Metadata, ...]) -> Kernel:
 
 
 def _tile(parts: int, size: int) -> tuple[int, int]:
-    """Parts and sums of a tile: as many sums as there are, and of each as many parts as go with them."""
+    """Numbers of parts and of sums in a tile: as many sums as there are, then as many parts as fit."""
     sums = min(_power(size), MOST_SUMS)
     along = min(_power(parts), TILE // sums)
     return along, min(_power(size), TILE // along)

@@ -1,7 +1,7 @@
-"""Writes of hyper-connections, and what is read off the new streams, as one Triton kernel each way.
+"""Writes of hyper-connections together with the projection of the new streams, as one Triton kernel each way.
 
-The next unit's gates are made of products of the streams that this one writes, `projection.forward`. While a kernel
-has the new streams in registers it makes these, too; and backward hands on the new streams' gradient in registers.
+The next unit's gates come from a projection of the streams that this unit writes, `projection.forward`. The kernel
+computes it while it has the new streams in registers, where backward also keeps their gradient.
 """
 # ruff: noqa: N803, N806  (constants of a kernel are written in capitals; Triton knows no starred tuples)
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
@@ -23,17 +23,17 @@ from rewire.kernels.handwritten.projection import Read
 from rewire.kernels.handwritten.totals import added_up
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Fitted, by_hand
 
-#: Rows and columns of a tile, warps, and tiles that are loaded ahead: each row lies in one warp, so that sums along it
-#: need no barrier. Chosen as those of projections.
+#: Rows and columns of a tile, warps, and pipeline stages: each row is in one warp, so that sums along it need no
+#: barrier. Chosen as those of projections.
 FORWARD = (8, 128, 8, 3)
 BACKWARD = (4, 128, 2, 1)
-#: Elements of a row that a thread holds, in these tiles.
+#: Elements of a row that a thread holds in these tiles.
 VECTOR = 4
 
 
 @triton.jit
 def _within(x, VECTOR: tl.constexpr):
-    """Sums of as many neighbours along a row as a thread holds: [rows, columns / VECTOR]."""
+    """Sums of the neighbours along a row that one thread holds: [rows, columns / VECTOR]."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
 
 
@@ -41,7 +41,7 @@ def _within(x, VECTOR: tl.constexpr):
 def write_forward(
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
-    branches,  # of each [tokens, WIDTH]
+    branches,  # for each branch [tokens, WIDTH]
     branch_strides: tl.constexpr,
     table,  # float32 [tokens, N, N + branches]
     weight,  # float32 [WIDTH, K]
@@ -85,7 +85,7 @@ def write_forward(
                 y += factors[j * TERMS + i] * xs[i]
             rounded = y.to(written.dtype.element_ty)
             tl.store(written + (token * (N * WIDTH) + (j * WIDTH + col)), rounded, mask=inside)
-            ys += (rounded.to(tl.float32),)  # as it is read from memory
+            ys += (rounded.to(tl.float32),)  # rounded, as backward will read it
         for j in tl.static_range(N):
             of_squares += (squares[j] + _within(ys[j] * ys[j], VECTOR),)
         for k in tl.static_range(K):
@@ -125,11 +125,11 @@ def write_backward(
     weight_strides: tl.constexpr,
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
-    branches,  # of each [tokens, WIDTH]
+    branches,  # for each branch [tokens, WIDTH]
     branch_strides: tl.constexpr,
     table,  # float32 [tokens, N, N + branches]
     grad_streams,  # [tokens, N, WIDTH]
-    grad_branches,  # of each [tokens, WIDTH]
+    grad_branches,  # for each branch [tokens, WIDTH]
     table_partials,  # float32 [column programs, tokens, N, N + branches]
     weight_partials,  # float32 [row programs, K, WIDTH]
     tokens,
@@ -143,8 +143,8 @@ def write_backward(
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradient of H', ``d_j = c_j + m_j dr + r g W^T - r^2 (sum_k g_k s_k) / D H'_j``, of what came for the streams
-    (c), for a read ``sum_j m_j H'_j`` and for products s; and ``dH_i = sum_j t_ji d_j``, ``dt_ji = <H_i, d_j>``.
+    """The gradient of H', ``d_j = c_j + m_j dr + r g W^T - r^2 (sum_k g_k s_k) / D H'_j``, from those of the streams
+    (c), of a read ``sum_j m_j H'_j`` and of products s; and ``dH_i = sum_j t_ji d_j``, ``dt_ji = <H_i, d_j>``.
     """
     TERMS: tl.constexpr = N + len(branch_strides)
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
@@ -185,7 +185,7 @@ def write_backward(
                 new += (totals[k] + g * x,)
             totals = new
             ds += (d,)
-        dots = tl.zeros([BLOCK_ROWS, PAIRS], tl.float32)  # stored together: each store waits for the warps
+        dots = tl.zeros([BLOCK_ROWS, PAIRS], tl.float32)  # stored together, as each store waits for the warps
         for i in tl.static_range(TERMS):
             if i < N:
                 place = token * stream_strides[0] + (i * stream_strides[1] + col)
@@ -211,7 +211,7 @@ def write_backward(
 def forward(
     streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`operators.write_and_project`, with new streams in that dtype."""
+    """`operators.write_and_project`, with new streams in ``dtype``."""
     fitted = _fitted_forward(metadata(streams), tuple(map(metadata, branches)), metadata(weight), eps)
     most, rows = weight.shape[1], streams.shape[:-1]
     written = torch.empty(streams.shape, dtype=dtype, device=streams.device)
@@ -243,7 +243,7 @@ def backward(
     table: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """`operators.write_and_project_backward`, of tensors as `forward` takes and returns them."""
+    """`operators.write_and_project_backward`, for tensors as `forward` takes and returns them."""
     most, n, table = weight.shape[1], streams.shape[-2], table.contiguous()
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     known = [x.contiguous() for x in (products.reshape(-1, most).t(), inverse, written)]
@@ -275,7 +275,7 @@ def _fitted_backward(
     grad_read: Metadata | None,
     factors: Metadata | None,
 ) -> Fitted:
-    """``grad`` is [rows, K], ``factors`` [tokens, n]."""
+    """The kernel of `write_backward` for tensors like these; ``grad`` is [rows, K], ``factors`` [tokens, n]."""
     copied, numbers = _terms(streams, branches)
     n, width = streams.shape[-2:]
     constants = _constants(BACKWARD, streams, weight)
@@ -296,7 +296,7 @@ def _fitted_backward(
 
 
 def _terms(streams: Metadata, branches: tuple[Metadata, ...]) -> tuple[tuple[bool, ...], dict[str, Any]]:
-    """Which of streams and branches have to be copied; and strides and sizes as the kernels know them."""
+    """Which of streams and branches have to be copied; and the kernels' arguments for strides and sizes."""
     *lead, n, width = streams.shape
     strides, of_branches = stream_strides(streams), [row_stride(x.shape, x.strides) for x in branches]
     numbers = {

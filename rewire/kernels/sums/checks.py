@@ -1,4 +1,4 @@
-"""Whether tensors are what the kernels of a spec take."""
+"""Checks that tensors fit the kernels of a spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], stacke
 
 
 def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], stacked: int) -> None:
-    """The same for `launch.mix_backward`."""
+    """As `check_forward`, for `launch.mix_backward`."""
     _check(
         spec,
         given,
@@ -47,7 +47,7 @@ def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], stack
 
 
 def _check(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], states: Sequence[str], **counts: int) -> None:
-    """Numbers, dtypes, devices and shapes; ``states`` are the names of all tensors [..., D]."""
+    """Check numbers, dtypes, devices and shapes; ``states`` are the names of all tensors [..., D]."""
     _check_dtypes([x for name in states for x in given[name]], [*given["weights"], *given["scores"]])
     devices = {x.device for of in given.values() for x in of}
     if len(devices) > 1:

@@ -1,4 +1,4 @@
-"""Triton source of the mixes: one straight-line kernel per `MixSpec`, written to be read."""
+"""Generates Triton source for mixes: one straight-line, readable kernel per `MixSpec`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rewire.kernels.sums.spec import MixSpec
 
-#: Sources that backward loads before it stores their gradients. The compiler may not move a load above a store that
-#: could overlap it: one by one, every load would wait for its own round trip to memory.
+#: Number of sources that backward loads before it stores their gradients. The compiler may not move a load above a
+#: store that could overlap it, so with a single source every load would wait for memory.
 LOADS_IN_FLIGHT = 4
 
 Lines = list[str]
@@ -16,17 +16,17 @@ Lines = list[str]
 def source(spec: MixSpec, backward: bool = False) -> str:
     """Python source of the module with the kernel, `mix_forward` or `mix_backward`.
 
-    Tensors are [rows, cols] with stride 1 between columns; each is read exactly once. Row strides are compiled in, so
-    that tensors of one stride share an address. Sums are float32. Programs never write to the same place: sums over
-    rows are left as one partial sum per program, for a second step in a fixed order.
+    Tensors are [rows, cols] with stride 1 between columns; each is read exactly once. Row strides are compile-time
+    constants, so that tensors with the same stride share address computations. Sums are float32. Programs never write
+    to the same place: each leaves a partial sum over its rows, for a second step in a fixed order.
 
     Args:
-        spec: what is computed.
-        backward: the kernel of the gradients.
+        spec: the mixes.
+        backward: whether to generate the kernel of the gradients.
 
     Raises:
-        ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them:
-            `routine` composes such mixes of two kernels. Dot products alone are no mix that would have gradients.
+        ValueError: backward of a norm with sums per channel: registers cannot hold both, and `routine` composes such
+            mixes of two kernels. Or backward of dot products alone, which have no gradients.
     """
     if backward and (spec.dots_only or (spec.norm and spec.weights == "channel")):
         raise ValueError(f"No single kernel for the gradients of {spec}.")
@@ -52,7 +52,7 @@ def source(spec: MixSpec, backward: bool = False) -> str:
 
 
 def _unspecialized(spec: MixSpec) -> str:
-    """What changes from call to call: the rows, and where and in how large a table some of the weights are."""
+    """Arguments that change from call to call: the rows, and the place of weights in a table, and its size."""
     scalar = spec.weights == "scalar" and spec.reads_weights
     slices = ', do_not_specialize_on_alignment=["weights"]' if scalar else ""
     table = ', "weight_stride"' if _in_table(spec) else ""
@@ -60,7 +60,7 @@ def _unspecialized(spec: MixSpec) -> str:
 
 
 def _in_table(spec: MixSpec) -> bool:
-    """Whether weights of an output are some of a longer row."""
+    """Whether an output's weights are a part of a longer row."""
     return spec.reads_weights and spec.outputs > 1
 
 
@@ -89,7 +89,7 @@ def _describe_norm(spec: MixSpec) -> str:
 
 
 def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
-    """Parameters and body of the forward kernel. Only probes sum over rows, and so loop over tiles."""
+    """Parameters and body of the forward kernel. Only probes need sums over rows, and so loop over tiles."""
     parameters = [
         *_source_parameters(spec),
         *_if(
@@ -127,7 +127,7 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
 
 
 def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
-    """Parameters and body of the backward kernel: a few programs share the rows, each loops over tiles."""
+    """Parameters and body of the backward kernel, in which a few programs share the rows and loop over tiles."""
     parameters = [
         *(_source_parameters(spec) if spec.has_dots else []),
         *_if(not spec.norm, f"grads,  # {spec.outputs} x [rows, cols]", "grad_strides: tl.constexpr,"),
@@ -147,7 +147,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         if spec.norm
         else [_load(f"g{o}", f"grads[{o}]", f"grad_strides[{o}]") for o in range(spec.outputs)]
     )
-    # With a norm, a whole row is in flight already.
+    # With a norm, whole rows are already in flight.
     for group in _groups(spec, together=1 if spec.norm else LOADS_IN_FLIGHT):
         tile += [_load_source(k) for k in group if spec.has_dots]
         tile += [_load(f"c{k}", f"carried[{k}]", f"carried_strides[{k}]") for k in group if spec.carried]
@@ -158,7 +158,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
 
 
 def _groups(spec: MixSpec, together: int) -> list[range]:
-    """Sources that are loaded together."""
+    """Groups of sources that are loaded together."""
     return [range(first, min(first + together, spec.sources)) for first in range(0, spec.sources, together)]
 
 
@@ -173,7 +173,7 @@ _INSIDE = "inside = (row < rows) & (col < COLS)  # [BLOCK_ROWS, BLOCK_COLS], as 
 
 
 def _one_tile() -> Lines:
-    # int64: offsets are beyond 2^31 from a few hundred thousand rows on.
+    # int64: offsets exceed 2^31 from a few hundred thousand rows on.
     return [
         "row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # int64 [BLOCK_ROWS, 1]",
         _INSIDE,
@@ -181,9 +181,9 @@ def _one_tile() -> Lines:
 
 
 def _loop(spec: MixSpec, first: Lines, tile: Lines, last: Lines) -> Lines:
-    """All tiles of a program, which has its columns or, where all sums are along rows, goes through several.
+    """The loop over a program's tiles: over rows and, if all sums are along rows, also over columns.
 
-    Then the two loops become one when they are compiled: before an inner loop, addresses of scores fill the registers.
+    Triton flattens these two loops into one: before an inner loop, addresses of scores would fill the registers.
     """
     tiles = "tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS"
     loop = f"for first in range({tiles}):"
@@ -227,7 +227,7 @@ def _load_source(k: int) -> str:
 
 
 def _source_terms(spec: MixSpec, k: int) -> Lines:
-    """``x_k`` joins every output while it is in registers."""
+    """Adds ``x_k`` to every output while it is in registers."""
     lines = []
     for o in range(0 if spec.dots_only else spec.outputs):
         factor, loads = _factor(spec, o, k)
@@ -256,7 +256,7 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
         loads.append(f"w = tl.load(weights + {place})")
     if spec.weights == "channel":
         parts.append("w")
-        # As a tile: a row [1, BLOCK_COLS] would have another layout, and reach this one through shared memory.
+        # As a tile: a row [1, BLOCK_COLS] would have another layout, and be converted through shared memory.
         loads.append(f"at = tl.broadcast_to({place} * COLS + col, [BLOCK_ROWS, BLOCK_COLS])")
         loads.append("w = tl.load(weights + at, mask=inside, other=0.0)")
     if spec.scores:
@@ -267,7 +267,7 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
 
 
 def _grad_source(spec: MixSpec, k: int) -> Lines:
-    """``dx_k = sum_o (w_ok + s_ok) g_o``, and what is carried."""
+    """``dx_k = sum_o (w_ok + s_ok) g_o``, plus the carried gradient."""
     lines = _if(spec.carried, f"dx = c{k}")
     for o in range(spec.outputs):
         factor, loads = _factor(spec, o, k)
@@ -313,9 +313,9 @@ def _dots(spec: MixSpec, k: int, other: str) -> Lines:
 
 
 def _score_dots(spec: MixSpec) -> tuple[Lines, Lines]:
-    """What makes room for the scores' dot products of a tile, and what stores them.
+    """The lines that allocate the scores' dot products of a tile, and those that store them.
 
-    Side by side: stored one by one, each would pass through shared memory, between barriers.
+    They are stored together: one by one, each would pass through shared memory, between barriers.
     """
     if not (spec.scores and spec.sources):
         return [], []
@@ -334,7 +334,7 @@ def _score_dots(spec: MixSpec) -> tuple[Lines, Lines]:
 
 
 def _of_softmax(spec: MixSpec) -> Lines:
-    """Dot products become gradients of logits: the scores of an output lie one behind the other."""
+    """Turns dot products into gradients of logits; an output's scores are contiguous."""
     if not spec.attended:
         return []
     load = "tl.load({0} + (slot * rows.to(tl.int64) + row{1}), mask=known, other=0.0)"
@@ -347,7 +347,7 @@ def _of_softmax(spec: MixSpec) -> Lines:
 
 
 def _store_dots(spec: MixSpec) -> Lines:
-    """What is left after the last tile: sums over the rows of this program."""
+    """Stores, after the last tile, the sums over this program's rows."""
     if spec.weights == "none":
         return []
     if spec.weights == "scalar":
@@ -380,13 +380,13 @@ def _load_norm(spec: MixSpec, bias: bool) -> Lines:
 
 
 def _norm_forward(spec: MixSpec) -> Lines:
-    """``normed``, and the statistic that backward needs."""
+    """Computes ``normed``, and the statistic for backward."""
     if not spec.norm:
         return []
     layer = spec.norm == "layer"
     normed = f"y0 * r * scale{' + shift' if spec.shifted else ''}"
     return [
-        # Columns beyond the last must not count as values that are 0.
+        # Columns beyond the last must not count as zeros.
         *_if(layer, f"y0 = tl.where(inside, y0 - {_row_sum('y0')} / COLS, 0.0)"),
         f"r = tl.rsqrt({_row_sum('y0 * y0')} / COLS + eps)  # [BLOCK_ROWS, 1]",
         "tl.store(rstd + row, r, mask=row < rows)",

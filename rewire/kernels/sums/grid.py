@@ -1,4 +1,4 @@
-"""Generated kernels and the grids of programs that they run on: tiles, and how rows and columns are divided."""
+"""Generated kernels and their grids: tiles, and the division of rows and columns among programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rewire.kernels.sums.spec import MAX_DOTS, MixSpec
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A generated kernel, and how rows and columns are divided for it.
+    """A generated kernel, and the division of rows and columns for it.
 
     Attributes:
-        spec, backward: what it computes.
+        spec, backward: as for `generator.source`.
         row_programs, col_programs: the grid.
         block_rows, block_cols: the tile that a program holds at a time.
-        warps: of a program.
+        warps: number of warps of a program.
     """
 
     spec: MixSpec
@@ -33,18 +33,18 @@ class Grid:
 
     @classmethod
     def of(cls, spec: MixSpec, backward: bool, rows: int, cols: int, itemsize: int) -> Grid:
-        """Tiles that registers hold: see `_tile`. Few programs, which loop, where each leaves sums over its rows."""
+        """The grid, with tiles that fit into registers (see `_tile`); few programs, which loop, for sums over rows."""
         sums = backward or spec.probe
         block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
         row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
-        if sums and spec.along_rows:  # columns are divided only where rows are few
+        if sums and spec.along_rows:  # columns are divided only if there are few rows
             col_programs = min(col_programs, 1 if spec.attended else max(1, PROGRAMS // max(1, row_programs)))
         if sums and (spec.weights != "none" or spec.norm is not None):
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
         return cls(spec, backward, row_programs, col_programs, block_rows, block_cols, warps)
 
     def parts(self, sums: str) -> int:
-        """How many programs leave a part of those sums each; ``sums`` is the name of their parameter."""
+        """Number of programs that each leave a partial sum for the parameter named ``sums``."""
         if sums == "score_partials":
             return self.col_programs
         of_all = sums == "weight_partials" and self.spec.weights == "scalar"
@@ -55,7 +55,7 @@ class Grid:
             "BLOCK_ROWS": self.block_rows,
             "BLOCK_COLS": self.block_cols,
             "num_warps": self.warps,
-            "enable_fp_fusion": True,  # said explicitly: the default of Triton is about to change
+            "enable_fp_fusion": True,  # explicit, as Triton's default is about to change
         }
         programs = (self.row_programs, self.col_programs, 1)
         return Code(lambda: kernel(self.spec, self.backward), programs, constants, self)
@@ -64,11 +64,10 @@ class Grid:
 def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile.
 
-    Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
-    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes; a quarter where
-    these are sums per channel of more than 16 pairs. A warp holds whole rows of the tile, so that sums along them stay
-    in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more warps share
-    them.
+    Each thread loads 16 bytes of a tensor at once. In bfloat16 it loads half of that if it also holds sums per channel
+    for every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes; and a quarter
+    for sums per channel of more than 16 pairs. A warp holds whole rows of the tile, so that sums along them stay in the
+    warp. With a norm, a tile has whole rows; in backward, which holds several tensors' rows, more warps share them.
     """
     width = max(16, 1 << (cols - 1).bit_length()) if cols else 16  # the next power of two
     if spec.norm:
@@ -85,6 +84,6 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
 
 @functools.cache
 def kernel(spec: MixSpec, backward: bool) -> Any:
-    """The decorated kernel; its source is generated and imported once per process."""
+    """The decorated kernel, whose source is generated and imported once per process."""
     module = cache.load(source(spec, backward))
     return module.mix_backward if backward else module.mix_forward

@@ -1,7 +1,7 @@
-"""Runs the generated kernels on tensors [..., D]. No autograd.
+"""Runs the generated kernels on tensors [..., D], without autograd.
 
-What is done for tensors of given shapes, strides and dtypes is a `routine.Routine`. Routines are kept, and nothing is
-checked or computed twice.
+The steps for tensors of given shapes, strides and dtypes are a `routine.Routine`. Routines are cached, so that nothing
+is checked or computed twice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rewire.torch_internals import tensor_guards
 
 
 class MixInputs(NamedTuple):
-    """What `mix_forward` computes of.
+    """The inputs of `mix_forward`.
 
     Attributes:
-        sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
+        sources: [..., D], float32, bfloat16 or float16, of one shape; each may have its own row stride.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32, one tensor [..., outputs, N]; or [..., 1], outputs times N, those of the first output first; or
-            [..., outputs] of each source, or [..., N] of each probe.
-        added: [..., D], outputs times ``spec.added``, those of the first output first.
+        scores: float32, one tensor [..., outputs, N]; or [..., 1], outputs times N, ordered by output; or for each
+            source [..., outputs]; or for each probe [..., N].
+        added: [..., D], outputs times ``spec.added``, ordered by output.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
         norm_weight, norm_bias: [D].
-        means: float32 [N, ...], of what is attended; its scores are one tensor [..., outputs, N], of which each
-            [...] is one piece and lies behind the one before.
-        stacks: whether the first of the sources is a stack [..., n, D] of n.
+        means: float32 [N, ...], if scores are a softmax; these are then one tensor [..., outputs, N] in which each
+            [...] is contiguous and follows the previous one.
+        stacks: whether the first source is a stack [..., n, D] of n.
     """
 
     sources: Sequence[Tensor] = ()
@@ -68,14 +68,14 @@ class MixInputs(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """What `mix_forward` computed.
+    """The results of `mix_forward`.
 
     Attributes:
         apart: [..., D] for each output that is not stacked; empty if a norm follows and the spec does not keep the mix.
         normed: [..., D], with a norm.
         rstd: float32 [rows], 1 / sqrt(mean square or variance + eps), for backward.
         weight_dots: float32 [outputs, N] or [outputs, N, D], <x_k, p_o>; None without probes, or without weights.
-        score_dots: float32 [..., outputs, N], with probes and scores; of what is attended, the gradients of logits.
+        score_dots: float32 [..., outputs, N], with probes and scores; gradients of logits if scores are a softmax.
         stacked: [..., stacked, D], the first mixes; None if none were to be stacked.
     """
 
@@ -88,21 +88,21 @@ class Mixed(NamedTuple):
 
     @property
     def mixes(self) -> tuple[Tensor, ...]:
-        """[..., D] for each output."""
+        """The mixes, [..., D] for each output."""
         return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
 
 
 class GradientInputs(NamedTuple):
-    """What `mix_backward` computes of.
+    """The inputs of `mix_backward`.
 
     Attributes:
-        grads: [..., D] for each output, the gradients of what is normed if there is a norm, else of the mixes.
+        grads: [..., D] for each output, the gradients of the norm if there is one, else of the mixes.
         sources, weights, scores, norm_weight: as in `MixInputs`.
-        mixes: with a norm, the mix as forward returned it. Forward has to keep it (``keep_mix``), as the plain
-            network keeps what a norm reads.
+        mixes: with a norm, the mix as forward returned it, which has to keep it (``keep_mix``), as the plain network
+            keeps the input of a norm.
         rstd: with a norm, as forward returned it.
-        grad_mixes: with a norm, the gradient of the mix itself; none if only the norm reads it.
-        carried: [..., D] for each source if the spec says so, what is added to its gradient.
+        grad_mixes: with a norm, the gradient of the mix itself; empty if only the norm reads it.
+        carried: [..., D] for each source if the spec says so, a gradient that is added to the source's.
         stacks: whether the first of grads, of sources and of carried is a stack [..., n, D] of n.
     """
 
@@ -134,17 +134,17 @@ class GradientInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `mix_backward` computed.
+    """The results of `mix_backward`.
 
     Attributes:
-        apart: [..., D] of each source whose gradient is not stacked, in its dtype.
+        apart: [..., D] for each source whose gradient is not stacked, in its dtype.
         weights: float32 [outputs, N] or [outputs, N, D]; None without weights.
         scores: float32 [..., outputs, N]; None without scores.
         added: [..., D], the gradient of each added branch (and of an accumulator); None for several outputs, where it
-            is that of the output, and for a stack.
+            equals the output's gradient, and for a stack.
         norm_weight: float32 [D], with a norm.
         norm_bias: float32 [D], with a norm that has a bias.
-        stacked: [..., stacked, D], of the first sources; None if none were to be stacked.
+        stacked: [..., stacked, D], the gradients of the first sources; None if none were to be stacked.
     """
 
     apart: tuple[Tensor, ...]
@@ -157,7 +157,7 @@ class Gradients(NamedTuple):
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """[..., D] of each source."""
+        """The gradients of the sources, [..., D] each."""
         return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
 
 
@@ -171,13 +171,12 @@ def mix_forward(
     """The mixes of `spec`, accumulated in float32 and rounded once.
 
     Args:
-        dtype: of the results; by default what plain adds of sources and added would have.
-        eps: of the norm.
-        stacked: how many mixes, from the first on, are to be views of one new tensor [..., stacked, D]. Not with a
-            norm.
+        dtype: dtype of the results; by default that of plain adds of sources and added.
+        eps: epsilon of the norm.
+        stacked: how many of the first mixes are views of one new tensor [..., stacked, D]. Not with a norm.
 
     Raises:
-        TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
+        TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not support.
         ValueError: shapes or arguments do not fit the spec.
     """
     apart, others = _run(routine.forward, spec, inputs, (dtype, eps, stacked))
@@ -185,11 +184,11 @@ def mix_forward(
 
 
 def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gradients:
-    """Every gradient of the mixes of `spec`, whose probes are ignored.
+    """All gradients of the mixes of `spec`, whose probes are ignored.
 
     Args:
-        stacked: how many gradients of sources, from the first on, are to be views of one new tensor [..., stacked, D],
-            as the sources may be. They have to be of one dtype.
+        stacked: how many of the first sources' gradients are views of one new tensor [..., stacked, D], as the sources
+            may be. They have to have one dtype.
 
     Raises:
         TypeError, ValueError: as in `mix_forward`.
@@ -202,16 +201,16 @@ def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gra
 
 
 class _Known(NamedTuple):
-    """A routine, and whether tensors are such as it is for."""
+    """A routine, and a test whether it is for given tensors."""
 
     routine: Routine
     alike: Callable[..., bool]
 
 
-#: By what is asked for and the metadata of tensors; and by the former alone, the one that was used last.
+#: Routines by question and metadata of the tensors; by question alone, the one that was used last.
 _routines: dict[Any, _Known] = {}
 _sizes = operator.attrgetter("shape", "dtype", "device")
-_lock = threading.Lock()  # for threads that make routines; to look one up needs none
+_lock = threading.Lock()  # for threads that make routines; look-ups do not need it
 
 
 def _run(
@@ -223,7 +222,7 @@ def _run(
     question = (make, spec, options, inputs.stacks, tuple(map(len, groups)))
     known = last = _routines.get(question)
     if known is None or not known.alike(*tensors):
-        # Each once for all tensors: twice as fast as a `Metadata` of each.
+        # One call for all tensors is twice as fast as a `Metadata` for each.
         key = question, tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
         known = _routines.get(key)
         if known is None:
@@ -237,14 +236,14 @@ def _run(
 
 
 def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A test of tensors for the metadata of these: in C++, four times as fast as by a key. The answer may be no without
-    need: where one tensor is given twice, or needs gradients where another did not.
+    """A test in C++, four times as fast as a key, whether tensors have the metadata of these. It may say no
+    unnecessarily, if one tensor is given twice or requires gradients where another did not.
     """
     return tensor_guards(tensors) or (lambda *_: False)
 
 
 def _keep(key: Any, known: _Known) -> None:
-    """The oldest go when there are too many."""
+    """Cache a routine; the oldest are dropped when there are too many."""
     with _lock:
         _routines.pop(key, None)
         while len(_routines) >= MOST_KEPT:

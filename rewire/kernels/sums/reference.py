@@ -1,4 +1,4 @@
-"""What the generated kernels compute, in float64 and plain torch: their specification."""
+"""The specification of the generated kernels: what they compute, in float64 and plain torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def mixes(
     """``accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_oj`` for each output o, float64 [..., D].
 
     Args:
-        spec: its counts and kinds.
+        spec: counts and kinds.
         sources, accumulators: [..., D].
-        added: [..., D], outputs times ``spec.added``, those of the first output first.
+        added: [..., D], outputs times ``spec.added``, ordered by output.
         weights: [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: outputs times N of [..., 1], those of the first output first.
+        scores: outputs times N of [..., 1], ordered by output.
     """
     count = spec.sources
     results = []
@@ -56,7 +56,7 @@ def dots(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """<x_k, p_o> as gradients of weights [outputs, N] or [outputs, N, D], and of scores, outputs times N of [..., 1].
 
-    Of what is attended, as gradients of logits: ``s_ok (<x_k, p_o> - e_k)``. All float64.
+    If scores are a softmax, they are gradients of logits: ``s_ok (<x_k, p_o> - e_k)``. All are float64.
 
     Args:
         spec, sources, scores: as in `mixes`.

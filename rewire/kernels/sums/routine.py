@@ -1,7 +1,7 @@
-"""Which kernels a mix takes, and on which tensors: a `Routine`, made once for tensors of given metadata.
+"""A `Routine`, the kernels of a mix and their arguments, made once for tensors of given metadata.
 
-A routine works on a list of tensors: those that are given, then those that its steps make, one by one. Each has its
-place in the list, and a kernel's arguments are places.
+A routine works on a list of tensors: first the inputs, then those that its steps make, one by one. A kernel's arguments
+are places in this list.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from rewire.kernels.handwritten.totals import Sums
 
 Places = tuple[At, ...]
-#: Arguments of a kernel: where a tensor is, or several are.
+#: Arguments of a kernel: the place of a tensor, or places of several.
 Arguments = dict[str, At | Places]
-#: What is given, by field: for each tensor its metadata, and where it is.
+#: Inputs by field: the metadata and the place of each tensor.
 Given = Mapping[str, Sequence[tuple[Metadata, At]]]
 
-#: Arguments whose rows have strides of their own, and what the kernels call these.
+#: Arguments that have their own row strides -> the kernels' parameter for these.
 STRIDES = {
     "sources": "source_strides",
     "scores": "score_strides",
@@ -46,17 +46,17 @@ STRIDES = {
     "carried": "carried_strides",
     "grad_sources": "grad_source_strides",
 }
-#: What is given as one block of memory.
+#: Arguments that have to be contiguous.
 DENSE = ("weights", "norm_weight", "norm_bias", "rstd", "means")
 
 
 class Routine:
-    """Steps, and where their results are.
+    """Steps, and the places of their results.
 
     Attributes:
-        steps: in turn; each takes the tensors so far, and may add some.
-        states: places of the results [..., D] that are tensors of their own.
-        others: of the other results, name and place.
+        steps: run in order; each takes the list of tensors, and may append to it.
+        states: places of the results [..., D] that are separate tensors.
+        others: names and places of the other results.
     """
 
     __slots__ = ("others", "states", "steps")
@@ -78,7 +78,7 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
     """The routine of `launch.mix_forward`.
 
     Args:
-        given: by field of `launch.MixInputs`.
+        given: the inputs, by field of `launch.MixInputs`.
     """
     check_forward(spec, _metadata(given), stacked)
     make = _Builder(spec, given)
@@ -111,7 +111,7 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Routine:
     """The routine of `launch.mix_backward`.
 
     Args:
-        given: by field of `launch.GradientInputs`.
+        given: the inputs, by field of `launch.GradientInputs`.
     """
     check_backward(spec, _metadata(given), stacked)
     make = _Builder(spec, given)
@@ -132,7 +132,7 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Routine:
         arguments |= norm | ({} if added is None else {"grad_added": added})
         make.kernel(step, True, arguments | ({"grad_sources": sources} if sources else {}))
         return make.gradients(sources, added)
-    # Registers cannot hold whole rows and all those sums: the norm comes first, its gradient in float32.
+    # Registers cannot hold whole rows and all these sums: the norm's backward comes first, with a float32 gradient.
     unweighted: dict[str, Any] = {"sources": 0, "weights": "none", "scores": False, "accumulate": False}
     alone = dataclasses.replace(spec, **unweighted, added=1, keep_mix=used)
     middle = make.state(torch.float32)
@@ -142,12 +142,12 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Routine:
 
 
 def given(groups: Mapping[str, Sequence[Metadata]], stacks: bool, probed: bool) -> Given:
-    """Tensors in turn, by field.
+    """Number the tensors, by field.
 
     Args:
         stacks: whether the first of sources, grads and carried is a stack [..., n, D] of n.
-        probed: whether scores, if not in one tensor [..., outputs, N], are [..., N] of each probe, not [..., outputs]
-            of each source.
+        probed: whether scores, if not in one tensor [..., outputs, N], are [..., N] for each probe, not [..., outputs]
+            for each source.
     """
     found: dict[str, list[tuple[Metadata, At]]] = {}
     like = next(tensors[0] for tensors in groups.values() if tensors)
@@ -186,9 +186,9 @@ def _of_table(table: Metadata, place: int) -> list[tuple[Metadata, At]]:
 
 
 def _of_columns(tensors: Sequence[Metadata], place: int, by_tensor: bool) -> list[tuple[Metadata, At]]:
-    """Columns of tensors [..., M]: all of the first, of the second, ..; or the first column of each, the second, ..
+    """Columns of tensors [..., M]: all of the first tensor, then of the second, ..; or the first column of each, ..
 
-    Those that have one column are taken as they are.
+    Tensors with one column are not split.
     """
     of_each: list[list[tuple[Metadata, At]]] = []
     for at, x in enumerate(tensors, start=place):
@@ -207,13 +207,13 @@ def _metadata(given: Given) -> dict[str, list[Metadata]]:
 
 
 class _Builder:
-    """Makes a routine.
+    """Builds a routine.
 
     Attributes:
-        at: places of what is given, by name.
-        rows, cols: of each state.
-        partials: by parameter, sums of which each program left a part, those of a chain of kernels in turn.
-        results: by field, what was found so far.
+        at: places of the inputs, by name.
+        rows, cols: sizes of each state.
+        partials: by parameter, the partial sums that programs leave, for each kernel of a chain.
+        results: by field, the places of results so far.
     """
 
     def __init__(self, spec: MixSpec, given: Given) -> None:
@@ -222,7 +222,7 @@ class _Builder:
         like, _ = of_states[0]
         self.shape, self.device = like.shape, like.device
         self.rows, self.cols = math.prod(like.shape[:-1]), like.shape[-1]
-        self.itemsize = min(x.dtype.itemsize for x, _ in of_states)  # what a sum begins with may be float32
+        self.itemsize = min(x.dtype.itemsize for x, _ in of_states)  # an accumulator may be float32
         self.count = len({at if isinstance(at, int) else at.place for of in given.values() for _, at in of})
         self.strides: dict[At, int] = {}
         self.steps: list[Callable[[list[Tensor]], None]] = []
@@ -232,7 +232,7 @@ class _Builder:
             self.at[name] = tuple([self._given(name in DENSE, x, at) for x, at in tensors])
 
     def _given(self, dense: bool, x: Metadata, at: At) -> At:
-        """Where a tensor is, or a copy if rows have no even stride."""
+        """The place of a tensor, or of a copy if its rows are not evenly spaced."""
         stride = _dense(x) if dense else row_stride(x.shape, x.strides)
         if stride is None:
             return self._made(x.shape[-1], functools.partial(_contiguous, at))
@@ -240,20 +240,20 @@ class _Builder:
         return at
 
     def gradients(self, sources: Places, added: At | None) -> Routine:
-        """The routine, whose steps are all there."""
+        """The finished routine for gradients."""
         names = ("weight_partials", "score_partials", "norm_weight_partials", "norm_bias_partials")
         found = self.sums(dict(zip(names, ("weights", "scores", "norm_weight", "norm_bias"), strict=True)))
         return Routine(self.steps, sources, self.results | found | ({"added": added} if isinstance(added, int) else {}))
 
     def sums(self, names: Mapping[str, str]) -> dict[str, int]:
-        """The second step of sums, by the names of their results: over programs, in a fixed order.
+        """Add the second step of sums, over programs in a fixed order; returns places by the names of results.
 
-        Of a chain of kernels each leaves those of its sources, which come side by side.
+        In a chain of kernels, each leaves the sums of its sources, which are concatenated.
         """
         left = {name: self.partials[name] for name in names if name in self.partials}
         found = {names[name]: of[0].place for name, of in left.items() if len(of) == 1 and of[0].parts == 1}
         left = {name: of for name, of in left.items() if names[name] not in found}
-        if [len(of) for of in left.values()] == [1]:  # torch takes less time of the host
+        if [len(of) for of in left.values()] == [1]:  # torch takes less host time
             ((name, (one,)),) = left.items()
             return found | {names[name]: self._made(0, functools.partial(_added_up, one.place))}
         together: list[Sums] = []
@@ -266,7 +266,7 @@ class _Builder:
             self.steps.append(totals.kernel(together, self.device))
         return found
 
-    # What is made: each returns its place.
+    # New tensors: each method returns their place.
 
     def _made(self, stride: int, step: Callable[[list[Tensor]], None]) -> int:
         self.steps.append(step)
@@ -288,7 +288,7 @@ class _Builder:
         return self._made(self.cols, self._empty(self.shape, dtype))
 
     def states(self, dtypes: Sequence[torch.dtype], stacked: int = 0) -> Places:
-        """One for each dtype, of which the first ``stacked`` are views of one."""
+        """A state for each dtype, where the first ``stacked`` are views of one tensor."""
         views: Places = ()
         if stacked:
             shape = (*self.shape[:-1], stacked, self.cols)
@@ -299,7 +299,7 @@ class _Builder:
         return (*views, *map(self.state, dtypes[stacked:]))
 
     def weights(self, part: slice) -> At:
-        """Those of some of the sources: of a table, from the first of them on."""
+        """Weights of some of the sources; in a table, the part from the first of them on."""
         (place,), n = self.at["weights"], part.stop - part.start
         if n == self.spec.sources:
             return place
@@ -308,7 +308,7 @@ class _Builder:
         return Part(place, 4 * part.start * size, functools.partial(_narrowed, dim, part.start, n))
 
     def means(self, part: slice) -> At:
-        """Those of some of the sources, of float32 [N, rows]."""
+        """Means of some of the sources, from float32 [N, rows]."""
         (place,), first = self.at["means"], part.start
         assert isinstance(place, int)
         return Part(place, 4 * first * self.rows, functools.partial(_narrowed, 0, first, part.stop - first))
@@ -324,7 +324,7 @@ class _Builder:
         return found | ({"scores": tuple(place for places in of_each for place in places)} if of_each else {})
 
     def plain_backward(self, grads: Places, sources: Places, itemsize: int) -> None:
-        """Backward without a norm, in as many kernels as the fan-in asks for; gradients have that itemsize."""
+        """Backward without a norm, in as many kernels as the fan-in needs, for gradients of that itemsize."""
         plain = dataclasses.replace(self.spec.without_norm(), accumulate=False, added=0)
         plain = dataclasses.replace(plain, probe=False, attended=False, dots_only=False)
         most = self.spec.fan_in(dots=self.spec.has_dots)
@@ -338,7 +338,7 @@ class _Builder:
     def kernel(
         self, spec: MixSpec, backward: bool, arguments: Arguments, itemsize: int = 0, eps: float | None = None
     ) -> None:
-        """A step that starts a kernel; with what it sums over rows, of which each program leaves a part."""
+        """Add a step that launches a kernel, and allocate its partial sums over rows."""
         grid = Grid.of(spec, backward, self.rows, self.cols, itemsize or self.itemsize)
         if backward or spec.probe:
             for name, shape in self._sums(spec, backward).items():
@@ -368,7 +368,7 @@ class _Builder:
 
 
 def _one_behind_the_other(scores: Sequence[tuple[Metadata, At]], rows: int) -> bool:
-    """Whether these, [..., 1], are the parts of one tensor, in turn, each of all rows in one piece."""
+    """Whether scores [..., 1] are consecutive parts of one tensor, each with contiguous rows."""
     (x, first), *_ = scores
     if len(scores) == 1 and isinstance(first, int):
         return _dense(x) is not None
@@ -382,7 +382,7 @@ def _one_behind_the_other(scores: Sequence[tuple[Metadata, At]], rows: int) -> b
 
 
 class _Partial(NamedTuple):
-    """Sums that a kernel leaves, in parts: where, of how many programs, and the shape of the sums."""
+    """Partial sums of a kernel: their place, the number of programs, and the shape of the sums."""
 
     place: int
     parts: int
@@ -390,12 +390,12 @@ class _Partial(NamedTuple):
 
 
 def _along(name: str) -> int:
-    """Which dimension of sums is that of the sources."""
+    """The dimension of the sources in sums."""
     return -1 if name == "score_partials" else 1
 
 
 def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of sums of these shapes, by the sources of one kernel after those of another."""
+    """The shape of sums of these shapes, concatenated along the sources."""
     if len(shapes) == 1:
         return shapes[0]
     whole, dim = list(shapes[0]), _along(name)
@@ -404,7 +404,7 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
 
 
 def _into(name: str, of_name: Sequence[_Partial], result: int) -> Iterator[Sums]:
-    """Those sums, and where they go in the result."""
+    """The sums of one name, and their places in the result."""
     from rewire.kernels.handwritten.totals import Sums  # only where there is Triton
 
     whole = _side_by_side(name, [one.shape for one in of_name])
@@ -421,7 +421,7 @@ def _narrowed(dim: int, first: int, n: int, x: Tensor) -> Tensor:
     return x.narrow(dim, first, n)
 
 
-# Steps: what they do to the tensors so far.
+# Steps: functions of the list of tensors.
 
 
 def _contiguous(at: At, tensors: list[Tensor]) -> None:
@@ -431,7 +431,7 @@ def _contiguous(at: At, tensors: list[Tensor]) -> None:
 def _empty(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, tensors: list[Tensor]
 ) -> None:
-    tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))  # the fastest of its kind
+    tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))  # the fastest way to allocate
 
 
 def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
@@ -443,7 +443,7 @@ def _added_up(place: int, tensors: list[Tensor]) -> None:
 
 
 def _dense(x: Metadata) -> int | None:
-    """0 for a contiguous tensor, whose stride is not needed."""
+    """0 for a contiguous tensor, whose stride is not needed; else None."""
     expected = 1
     for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if size != 1 and stride != expected:

@@ -1,4 +1,4 @@
-"""What a generated kernel computes: everything that its source text depends on."""
+"""The specification of a generated kernel: everything on which its source depends."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any, Literal
 Weights = Literal["none", "scalar", "channel"]
 NormKind = Literal["rms", "layer"]
 
-#: Sources of one kernel, and pairs of a source and an output, by kind of weight. `launch` chains kernels for more:
-#: arguments stay bounded, and so do the number of different kernels and the time to compile one.
+#: Most sources of one kernel, and most pairs of a source and an output, by kind of weight. For more, kernels are
+#: chained, which bounds the number of arguments and of different kernels, and the time to compile one.
 FAN_IN = 64
 MAX_PAIRS = {"none": 256, "scalar": 256, "channel": 128}
-#: Sources of a kernel that takes dot products with them, which stay in registers.
+#: Most sources of a kernel that takes dot products with them, which stay in registers.
 DOTS_FAN_IN = 16
-#: Outputs of one kernel: each holds a tile of float32 in registers.
+#: Most outputs of one kernel: each holds a float32 tile in registers.
 MAX_OUTPUTS = 8
-#: Branch outputs that one kernel adds.
+#: Most branch outputs that one kernel adds.
 MAX_ADDED = 4
-#: Pairs of an output and a source in a kernel that takes their dot products, by kind of weight: sums per channel hold a
-#: tile of registers for each pair, others a number. More would also take long to compile.
+#: Most pairs of an output and a source in a kernel that takes their dot products, by kind of weight: sums per channel
+#: hold a tile of registers for each pair, others a number. More would also take long to compile.
 MAX_DOTS = {"none": 64, "scalar": 64, "channel": 16}
-#: The same in a kernel that does nothing else.
+#: The same for a kernel that computes nothing else.
 MAX_DOTS_ALONE = 64
-#: States in bfloat16 that are as many bytes as a sum in float32 that a kernel writes for the next to read.
+#: Number of bfloat16 states that take as much traffic as a float32 sum that one kernel writes and the next reads.
 STATES_OF_SUM = 4
-#: Channels up to which a norm can be fused: a row stays in the registers of one program.
+#: Most channels for which a norm can be fused: a row stays in the registers of one program.
 MAX_NORM_WIDTH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class MixSpec:
-    """A family of mixes that share one kernel source.
+    """A family of mixes with the same kernel source.
 
-    For each output o of one pass over the sources, in float32:
+    For each output o, in one pass over the sources, in float32:
 
         mix_o = accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_oj        normed_o = norm(mix_o)
 
-    Element types, sizes and strides are not part of it: Triton specialises the source for them.
+    Dtypes, sizes and strides are not part of it: Triton specialises the source for them.
 
     Attributes:
         sources: tensors x_k, [rows, D].
-        weights: w_ok is one number ("scalar"), one per channel ("channel"), or absent ("none": 1, or 0 beside scores).
-        scores: whether there are weights per row s_ok, too.
-        added: branch outputs f_oj of each output, 0 to 4, [rows, D]; weight 1.
-        outputs: 1 to 8, with weights and scores of their own: what queries, keys and values read, the sums of several
-            later sites, or new streams.
-        norm: the consumer's norm, of one output.
-        keep_mix: with a norm, whether the mix itself is wanted, too; backward then has a gradient for it.
-        probe: dot products <x_k, p_o> as well, one probe p_o for each output, of the weights' kind: over all elements
-            for "scalar", over rows for "channel"; over channels for scores. With output gradients as the sources and
-            states as the probes, the mixes are gradients of those states, and the dot products those of their weights.
+        weights: w_ok is one number ("scalar"), one per channel ("channel"), or absent ("none": 1, or 0 with scores).
+        scores: whether there are also weights per row, s_ok.
+        added: number of branch outputs f_oj of each output, 0 to 4, [rows, D], with weight 1.
+        outputs: 1 to 8 outputs, with separate weights and scores: the reads of queries, keys and values, the sums of
+            several later sites, or new streams.
+        norm: the norm that reads the mix, for one output.
+        keep_mix: with a norm, whether to return the mix itself, too; backward then has a gradient for it.
+        probe: whether to compute dot products <x_k, p_o>, with one probe p_o for each output: over all elements for
+            "scalar" weights, over rows for "channel", over channels for scores. If sources are gradients of mixes and
+            probes are states, the mixes are gradients of the states, and the dot products those of the weights.
         accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none. Both have a weight.
-        dots_only: with probes, whether there are dot products alone, and no mix.
-        attended: with probes, whether scores are the weights of a softmax: what comes of their dot products are the
-            gradients of its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row, its mean.
-        carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
+        dots_only: with probes, whether to compute only dot products, and no mix.
+        attended: with probes, whether scores are the weights of a softmax: their dot products then become gradients of
+            its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row, its mean.
+        carried: in backward, whether sources have gradients of other uses, which are added to those of the mixes.
 
     Raises:
         ValueError: a combination that no kernel is generated for.
@@ -113,12 +113,12 @@ class MixSpec:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether forward does; dot products alone need none."""
+        """Whether forward reads weights; dot products alone do not need them."""
         return self.weights != "none" and not self.dots_only
 
     @property
     def reads_scores(self) -> bool:
-        """The same; those of a softmax multiply its dot products."""
+        """Whether forward reads scores; those of a softmax multiply its dot products."""
         return self.scores and (self.attended or not self.dots_only)
 
     @property
@@ -128,7 +128,7 @@ class MixSpec:
 
     @property
     def pairs(self) -> int:
-        """Pairs of an output and a source, each with a weight and a score of its own."""
+        """Number of pairs of an output and a source, each with its own weight and score."""
         return self.outputs * self.sources
 
     @property
@@ -138,7 +138,7 @@ class MixSpec:
 
     @property
     def along_rows(self) -> bool:
-        """Whether dot products are sums along rows alone, which one program may make of all columns."""
+        """Whether all dot products are sums along rows, which one program may compute over all columns."""
         return self.scores and self.weights != "channel" and self.norm is None
 
     @property
@@ -146,7 +146,7 @@ class MixSpec:
         return self.sources + self.added + self.accumulate
 
     def fan_in(self, dots: bool) -> int:
-        """Sources that one kernel without a norm takes; fewer where it takes dot products of all pairs."""
+        """Most sources of one kernel without a norm; fewer with dot products of all pairs."""
         if dots:
             return min(DOTS_FAN_IN, (MAX_DOTS_ALONE if self.dots_only else MAX_DOTS[self.weights]) // self.outputs)
         return min(FAN_IN, MAX_PAIRS[self.weights] // self.outputs)
@@ -155,10 +155,10 @@ class MixSpec:
         return dataclasses.replace(self, norm=None, keep_mix=False, norm_bias=True)
 
     def chunks(self) -> list[tuple[slice, MixSpec]]:
-        """The kernels of the forward pass in turn, each with the sources that it reads.
+        """The kernels of the forward pass in order, each with the sources that it reads.
 
-        All but the last write float32 accumulators; added branches and the norm come with the last. Dot products come
-        in kernels of their own where these sums would be larger than the sources, which are then read twice.
+        All but the last write float32 accumulators; the last one adds branches and computes the norm. Dot products have
+        separate kernels if accumulators would be larger than the sources, which are then read twice.
         """
         fan_in = self.fan_in(dots=self.probe)
         if self.sources <= fan_in:
@@ -180,5 +180,5 @@ class MixSpec:
 
 @functools.lru_cache(4096)
 def spec_of(*args: Any, **kwargs: Any) -> MixSpec:
-    """`MixSpec`, checked once for the same arguments."""
+    """A cached `MixSpec`, checked once for the same arguments."""
     return MixSpec(*args, **kwargs)
