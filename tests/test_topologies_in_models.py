@@ -336,7 +336,7 @@ def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
 def test_dimensions_of_tokens(key: str) -> None:
     """None, as those of one vector have, and one: as two are."""
-    model, x = mixed(LinearNet(), key), vectors()[:1]
+    model, x = mixed(LinearNet(), key, example_inputs=(vectors(),)), vectors()[:1]
 
     def run(x: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
@@ -419,7 +419,7 @@ def test_other_dimensions_between_adds(key: str, views: str, block: type[nn.Modu
     for seen in ("", views):
         torch.manual_seed(0)
         blocks = nn.Sequential(*(block(seen) for _ in range(3)))
-        model = mixed(blocks, key, granularity="sublayer")
+        model = mixed(blocks, key, example_inputs=(x,), granularity="sublayer")
         model(x).sin().sum().backward()
         found.append({name: grad.flatten() for name, grad in all_gradients(model).items()})
     assert_close(*found, 2e-4)
@@ -463,7 +463,7 @@ def test_channels_that_are_elsewhere_between_views(key: str, block: type[nn.Modu
         with pytest.raises(
             rewire.UnsupportedTopology, match=r"channels leave their dimension, -?\d: .*'ancre-ingoing'"
         ):
-            compiled(blocks, key, validate=False)
+            compiled(blocks, key, example_inputs=(x,), validate=False)
         return
     compiled(blocks, key, example_inputs=(x,), start="paper")
 
@@ -486,7 +486,7 @@ class Orders(nn.Module):
 def test_channels_that_are_elsewhere_where_no_run_has_shown_it(key: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     model = nn.Sequential(Orders(), Orders(), Orders())
-    rewired = compiled(model, key, start="paper", validate=False)
+    rewired = compiled(model, key, start="paper", example_inputs=(x,), validate=False)
     want = rewired(x)
     for block in rewired:
         block.order, block.back = (0, 2, 3, 1), (0, 3, 1, 2)
