@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import tasks
 import torch
 
@@ -32,7 +33,7 @@ from rewire.studies.report import Row, Study
 from rewire.studies.run import SEARCHED, length_in_time_of
 from rewire.studies.runs import Kept, Runs, open_storage
 from rewire.studies.task import Budget
-from rewire.studies.training import Cost, Point, Result, Setting, Trial
+from rewire.studies.training import Point, Result, Setting, Trial
 
 #: Of the plain model: rates, and factors on its embeddings and on the ends of its branches.
 SETTINGS = [
@@ -74,7 +75,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     storage, device = open_storage(str(given.out / "journal.log")), torch.device("cpu")
     if given.known:
-        _take(json.loads(given.known.read_text()), given.steps, storage)
+        _keep(json.loads(given.known.read_text())["kept"], storage)
     runs = Runs(tasks.deep_language_model(given.layers), Budget(given.steps), storage, device, print)
     compared = range(2, 2 + given.seeds)
     about = {"steps": given.steps, "seeds": given.seeds, "layers": given.layers, "machine": machine(device)}
@@ -115,53 +116,43 @@ def main() -> None:
         rows.append(row(name, contender, own, searched))
         if all(other.setting != of_plain for other in rows if other.contender == PLAIN):  # is it the setting alone?
             rows.append(row(f"residual, the setting of {name}", PLAIN, of_plain, []))
-        _write(rows, about, given.out)
+        _write(rows, about, storage, given.out)
         if all(run.loss < plain.loss for run, plain in zip(rows[at].results, rows[0].results, strict=True)):
             rows[at] = controlled(rows[at])
-            _write(rows, about, given.out)
+            _write(rows, about, storage, given.out)
 
 
-def _take(found: dict[str, Any], steps: int, storage: Any) -> None:
-    """Keep the runs of a results file in ``storage``, as if they had been made here."""
-    plain = next(Setting(**row["setting"]) for row in found["rows"] if row["name"] == found["baseline"])
-    for row in found["rows"]:
-        contender = parse(row["name"].removesuffix(", its own setting")) if row["compile"] else PLAIN
-        kept, setting = Kept(contender.name, storage), Setting(**row["setting"])
-        if "cost" not in kept.notes:
-            kept.note("cost", list(row["cost"].values()))
-        for seed, curve in row["curves"].items():
-            moves = row["moves"].get(seed)
-            curve = [Point(*point) for point in curve]
-            _keep(kept, Result(Trial(setting, int(seed)), curve, 0, moves and Moves(**moves)))
-        for run in row["search"]:
-            searched = Setting(**{field.name: run[field.name] for field in dataclasses.fields(Setting)})
-            _keep(kept, _ended(Trial(searched, run["seed"]), steps, run["loss"], run["spikes"]))
-        length = length_in_time_of(Cost(*row["cost"].values()))
-        for seed, loss in row["longer"].items():
-            longer = _ended(Trial(plain, int(seed), length), round(steps * length), loss)
-            _keep(Kept(PLAIN.name, storage), longer)
-        for held, losses in row["controls"].items():
-            control = Kept(contender.holding(held).name, storage)
-            for seed, loss in losses.items():
-                _keep(control, _ended(Trial(setting, int(seed)), steps, loss))
+def _kept(storage: Any) -> dict[str, Any]:
+    """All runs that there are, of each contender, and what its steps cost."""
+    found: dict[str, Any] = {}
+    for name in optuna.get_all_study_names(storage):
+        kept = Kept(name, storage)
+        runs = [dataclasses.asdict(dataclasses.replace(run, matrix=[])) for run in kept.results()]
+        found[name] = {"cost": kept.notes.get("cost"), "runs": runs}
+    return found
 
 
-def _ended(trial: Trial, steps: int, loss: float, spikes: int = 0) -> Result:
-    return Result(trial, [Point(steps, 0.0, loss)], spikes)
+def _keep(found: dict[str, Any], storage: Any) -> None:
+    """Put runs of others into ``storage``, as if they had been made here."""
+    for name, of_contender in found.items():
+        kept = Kept(name, storage)
+        known = {run.trial for run in kept.results()}
+        if of_contender["cost"] and "cost" not in kept.notes:
+            kept.note("cost", of_contender["cost"])
+        for run in of_contender["runs"]:
+            trial = Trial(**run["trial"] | {"setting": Setting(**run["trial"]["setting"])})
+            moves = run["moves"] and Moves(**run["moves"])
+            if trial not in known:
+                with kept.recorded(trial) as record:
+                    record.end(Result(trial, [Point(*point) for point in run["curve"]], run["spikes"], moves))
 
 
-def _keep(kept: Kept, result: Result) -> None:
-    if all(result.trial != other.trial for other in kept.results()):
-        with kept.recorded(result.trial) as record:
-            record.end(result)
-
-
-def _write(rows: list[Row], about: dict[str, object], out: Path) -> None:
+def _write(rows: list[Row], about: dict[str, object], storage: Any, out: Path) -> None:
     baseline = rows[0]
     assert baseline.setting
     ranked = sorted(rows, key=lambda row: row.mean)
     found = Study(ranked, baseline.setting.scales, {}, {1.0: baseline.mean}, about)
-    (out / "study.json").write_text(json.dumps(found.as_json(), indent=1))
+    (out / "study.json").write_text(json.dumps(found.as_json() | {"kept": _kept(storage)}, indent=1))
     draw(found, out)
     print(found, flush=True)
 
