@@ -108,7 +108,7 @@ def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
         cells = getattr(wrapper, "__closure__", None) or ()
         if not isinstance(wrapper, FunctionType) or not any(contents(cell) is old for cell in cells):
             name = f"{getattr(wrapper, '__module__', '?')}.{getattr(wrapper, '__qualname__', type(wrapper).__name__)}"
-            raise EditError(f"it is decorated by something ({name}) that hides the function that it decorates")
+            raise EditError(f"its decorator ({name}) hides the decorated function")
         itself = CellType()  # transformers' layers ask whether they are the outermost wrapper
         copies = tuple(
             CellType(new) if contents(cell) is old else itself if contents(cell) is wrapper else cell for cell in cells

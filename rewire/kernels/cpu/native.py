@@ -226,7 +226,7 @@ def loaded() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled()))
     except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: quotes in CXX that do not end
         reason = getattr(error, "stderr", None) or error
-        _log.warning("Sums on the CPU are left to torch: their kernel could not be compiled. %s", reason)
+        _log.warning("Mixes on the CPU are left to torch, because their kernel could not be compiled. %s", reason)
         return None
 
 
