@@ -193,8 +193,8 @@ def compile(
     learned = first_given(prepared.patterns, "learned")
     if learned:
         raise AlreadyConnected(
-            f"{prepared.name} already has learned depth connections: {learned}. Rewiring would replace the "
-            "shortcuts inside them; start from a plain residual model."
+            f"{prepared.name} already has learned depth connections: {learned}. Rewiring would replace the shortcuts "
+            "inside them. Start from a plain residual model."
         )
     method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
     with timed(logs.find, f"looked for residual streams in {prepared.name}"), _uncompiled():
@@ -287,4 +287,4 @@ def _validate_twin(model: nn.Module, patterns: list[Pattern], wanted: _Wanted) -
         return
     given = wanted.topologies.get("", wanted.topologies)
     compile(twin, given, granularity=wanted.granularity, start=wanted.start, loop=wanted.loop)
-    log.warning("%s is on the meta device: validated was a small model of the same classes.", name)
+    log.warning("%s is on the meta device: a small model of the same classes was validated instead.", name)

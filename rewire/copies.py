@@ -62,8 +62,8 @@ def check_can_be_trained(model: nn.Module) -> None:
     if any(not is_lazy(tensor) and tensor.is_inference() for tensor in _tensors_in([*model.modules()])):
         name = next(name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference())
         raise RewireError(
-            f"'{name}' was made in torch.inference_mode(), and can have no gradients: make or load the model outside "
-            "of it, or rewire copy.deepcopy(model), taken outside of it. torch.no_grad() does no harm."
+            f"'{name}' was made in torch.inference_mode(), and so can have no gradients. Make or load the model "
+            "outside of it, or rewire copy.deepcopy(model), made outside of it. torch.no_grad() does no harm."
         )
 
 
@@ -118,7 +118,7 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
         name = next(name for name, tensor in _tensors_of(model) if is_lazy(tensor))
         raise RewireError(
             f"'{name}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
-            "input, so that they know their sizes, and rewire it then."
+            "input, which sets their sizes, and then rewire it."
         )
     memo |= {id(group): group for group in process_groups()}
     bound = list[tuple[nn.Module, str, FunctionType]]()

@@ -84,8 +84,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
     """The error for a rewired ``model`` in which a trunk is not found again; ``then``: what was to be done with it."""
     return RewireError(
-        f"trunk '{trunk}' is not where it was when {type(model).__name__} was rewired: undo what wraps the model "
-        f"(merge adapters, say), and {then} it then."
+        f"trunk '{trunk}' is not where it was when {type(model).__name__} was rewired: unwrap the model first (merge "
+        f"adapters, for example), then {then} it."
     )
 
 

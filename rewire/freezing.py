@@ -180,7 +180,7 @@ def constant_program(connection: Connection) -> tuple[Program, Any]:
     if any(not layout.makes_state(site) for site in layout.posts):
         raise UnsupportedTopology(
             "between its residual adds the model scales what is read, or adds to it, and topology "
-            f"'{layout.topology.registered_name}' makes no state of that, which a program could name"
+            f"'{layout.topology.registered_name}' does not keep the result as a state"
         )
     weights = weights_of(connection)
     program = layout.topology.program(weights, layout.dims)
@@ -205,8 +205,8 @@ def _check_program(topology: Topology[W], weights: W, dims: Dims, program: Progr
     wanted, found = reads_of(topology, weights, given, dims), reads_of(made, constants, given, dims)
     if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
         raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' does not compute what its method `program` says, which may be that "
-            "of a class that it is derived from: give it one of its own"
+            f"topology '{topology.registered_name}' does not compute what its method `program` says. If it inherits "
+            "that method, define its own"
         )
 
 

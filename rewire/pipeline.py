@@ -73,9 +73,9 @@ def pipeline_stage(stage: nn.Module) -> None:
     parts = _parts(stage)
     if any(part.whole and plain_parameters(stage) >= part.connection.others for part in parts):
         raise RewireError(
-            f"this stage has all residual adds of trunk '{parts[0].name}', and all that was there when it was rewired: "
-            "if it was cut from a larger model before, stages would be networks of their own. Rewire the whole model, "
-            "then cut it, then call rewire.pipeline_stage on each part."
+            f"this stage has all residual adds of trunk '{parts[0].name}', and everything else that was there when it "
+            "was rewired. If it had been cut from a larger model before, the stages would not be connected with each "
+            "other. Rewire the whole model, then cut it, then call rewire.pipeline_stage on each part."
         )
     entering, leaving = [p for p in parts if p.first > 0], [p for p in parts if p.last is not None]
     for crossing in (entering, leaving):

@@ -153,9 +153,9 @@ def check_norm(norm: nn.Module, trunk: str) -> None:
 
 def _undeclared(trunk: str, how: str) -> RewireError:
     return RewireError(
-        f"each rank has a part of the tokens in trunk '{trunk}' ({how}), so that each would train connection "
-        "weights of its own. Call rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks: the "
-        "gradients of connection weights are then summed over it. If all ranks have all tokens, pass sequence=False."
+        f"each rank has only part of the tokens in trunk '{trunk}' ({how}), so each would train different connection "
+        "weights. Call rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks: the gradients of "
+        "connection weights are then summed over it. If all ranks have all tokens, pass sequence=False."
     )
 
 

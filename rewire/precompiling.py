@@ -98,7 +98,7 @@ def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Laun
         except BadExampleInputs as error:
             if not meta:
                 raise
-            where = "a forward that asks for values does not run on the meta device: give the model on a CPU or a GPU"
+            where = "a forward that depends on values does not run on the meta device: give the model on a CPU or a GPU"
             raise BadExampleInputs(f"{error} ({where}).") from error
         found = [x for x in tensors_in(results) if x.requires_grad]
         if found:

@@ -156,7 +156,7 @@ class Factories(Registry[Callable[..., V]]):
         """
         if isinstance(given, self.product):
             if options:
-                raise TypeError(f"options {sorted(options)} go with a name; set them on the object.")
+                raise TypeError(f"options {sorted(options)} can only be passed with a name; set them on the object.")
             return given
         if not isinstance(given, str):
             raise TypeError(f"{self.kind} must be a name or a {self.public}, not {type(given).__name__}.")

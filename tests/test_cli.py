@@ -211,7 +211,7 @@ def test_plot_without_matplotlib(run: Run, checkpoint: Path, monkeypatch: pytest
         ("user_net:Nett", "'user_net' has no 'Nett'"),
         ("user_net:Net.more", "'user_net' has no 'Net.more'"),
         ("user_net:number", "is a int, not a callable"),
-        ("user_net:nothing", "returned None: give what returns a torch.nn.Module"),
+        ("user_net:nothing", "returned None: it has to return a torch.nn.Module"),
     ],
 )
 def test_a_model_that_is_not_there(run: Run, model: str, message: str) -> None:

@@ -80,7 +80,8 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
         log.warning("a graph was rewired but not validated: %s", error)
     except ValidationMismatch as error:
         raise ValidationMismatch(
-            f"{error} That is a graph as torch.compile captured it; rewire.compile edits the model's source instead."
+            f"{error} That is the graph as torch.compile captured it. Try rewire.compile, which edits the model's "
+            "source instead."
         ) from error
 
 

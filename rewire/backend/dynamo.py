@@ -259,16 +259,16 @@ class Backend:
             layout = layout_of(trunk, topology, self.granularity)
             if layout.dims.attention and topology.separate_norms:
                 raise UnsupportedTopology(
-                    "separate_norms=True gives a model more norms, and a flat graph has none that they could belong "
-                    "to: use rewire.compile, and torch.compile what it returns."
+                    "separate_norms=True gives a model more norms, and a flat graph has no modules for them: use "
+                    "rewire.compile, and pass its result to torch.compile."
                 )
             self._connections[key] = Connection(layout, self.start, _device(graph))
             self._trunks[key] = trunk
         elif (known := self._trunks[key]).units != trunk.units or _names(known) != _names(trunk):
             raise UnsupportedCall(
                 f"trunk '{trunk.name}' has residual adds {_span(trunk)} in this graph and had {_span(known)} in an "
-                "earlier one, and its connection weights belong to the whole. Layer dropping has to be off, and each "
-                "model needs a Backend of its own; rewire.compile does not depend on graphs."
+                "earlier one, and both would share its connection weights. Switch layer dropping off, and use a "
+                "separate Backend for each model. Or use rewire.compile, which does not depend on graphs."
             )
         layout = connections(self._connections)[name].layout
         if len(chain.adds) - 1 not in layout.posts:
@@ -322,10 +322,10 @@ class Backend:
         limit = recompile_limit()
         if len(kept) + 1 >= limit:
             raise UnsupportedCall(
-                f"this is graph {len(kept) + 1} of the same code, and torch._dynamo.config.recompile_limit is {limit}: "
-                "the next kind of inputs torch.compile would run without the connections. If sizes change from call to "
-                "call, pass torch.compile(.., dynamic=True); TORCH_LOGS=recompiles says what else changes. Or raise "
-                "the limit. rewire.compile does not depend on graphs."
+                f"this is graph {len(kept) + 1} of the same code, and torch._dynamo.config.recompile_limit is "
+                f"{limit}: for the next kind of inputs, torch.compile would run the model without the connections. If "
+                "sizes change from call to call, pass torch.compile(.., dynamic=True); TORCH_LOGS=recompiles shows "
+                "what else changes. Or raise the limit, or use rewire.compile, which does not depend on graphs."
             )
         return kept
 
@@ -358,8 +358,8 @@ class Backend:
             owners = self._owners.get(trunk)
             if owners and not any(owner() is parameter for parameter in parameters for owner in owners):
                 raise UnsupportedCall(
-                    f"this backend has connection weights for a trunk '{trunk}' already, and they belong to another "
-                    "model. Each model needs a Backend, or a dict of options, of its own."
+                    f"this backend already has connection weights for a trunk '{trunk}', and they belong to another "
+                    "model. Use a separate Backend, or a separate dict of options, for each model."
                 )
             self._owners[trunk] = [weakref.ref(parameter) for parameter in parameters]
 
@@ -373,8 +373,8 @@ class Backend:
     def _made(self) -> nn.ModuleDict:
         if not self._connections:
             raise RewireError(
-                "this backend has no connection weights yet: they are made for the trunks that it finds, so call the "
-                "compiled model once (under torch.no_grad(), say) before you ask for them."
+                "this backend has no connection weights yet: it creates them for the trunks that it finds at the "
+                "first call. Call the compiled model once before, for example under torch.no_grad()."
             )
         return self._connections
 

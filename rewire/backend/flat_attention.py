@@ -83,10 +83,10 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
             if fused is not None and all(fused.sizes):
                 return Attention(tuple(_fed(add, op, None, way) for way in "qkv"), fused)
     raise UnsupportedTopology(
-        f"the attention '{site.name}' cannot have separate q/k/v inputs in a flat graph: what makes its queries, "
-        "keys and values, in this order, was not found by names or by use "
-        f"(linear maps: {', '.join(products) or 'none'}). Use rewire.compile, which knows more layouts, and "
-        "torch.compile what it returns; or a topology that reads one value."
+        f"the attention '{site.name}' cannot have separate q/k/v inputs in a flat graph: its projections of queries, "
+        "keys and values, in this order, were not found by names or by use (linear maps: "
+        f"{', '.join(products) or 'none'}). Use rewire.compile, which knows more layouts, and pass its result to "
+        "torch.compile; or use a topology that reads one value."
     )
 
 

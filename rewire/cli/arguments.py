@@ -54,7 +54,7 @@ _REWIRING = {
         Literal["continue", "restart"] | None,
         typer.Option(
             show_default="continue",
-            help="If blocks run in a loop: one stream through all passes, or a new one in each.",
+            help="For blocks that run in a loop: one stream through all passes, or a new stream in each pass.",
         ),
     ],
     "start": Annotated[
@@ -64,14 +64,17 @@ _REWIRING = {
     "init": Annotated[
         str | None,
         typer.Option(
-            metavar="NAME[:OPTION=VALUE,..]", help="Initialise all weights with it; 'rewire list' shows all names."
+            metavar="NAME[:OPTION=VALUE,..]", help="Initialiser for all weights; 'rewire list' shows all names."
         ),
     ],
     "units": Annotated[
         str | None,
         typer.Option(
             metavar="UNIT,..",
-            help="Connect only these units, by number from 1, from -1 at the end, or 'output': --units=-2,-1,output.",
+            help=(
+                "Connect only these units: numbers from 1, negative numbers from the end, or 'output', as in "
+                "--units=-2,-1,output."
+            ),
         ),
     ],
 }
@@ -185,7 +188,7 @@ def _made(spec: str, kind: str, name: str) -> tuple[nn.Module, Any]:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise RewireError(
-            f"'{spec}' returned {made!r:.60}: give what returns a torch.nn.Module, or a pair (model, (x,)) with inputs."
+            f"'{spec}' returned {made!r:.60}: it has to return a torch.nn.Module, or a pair (model, (x,)) with inputs."
         )
     return model, inputs
 

@@ -19,19 +19,19 @@ from rewire.registry import value_of
 
 @app.command("conformance")
 def conformance_command(
-    scheme: Annotated[str | None, typer.Argument(help="Name of the scheme; without one, all are listed.")] = None,
+    scheme: Annotated[
+        str | None, typer.Argument(help="Name of the scheme; without a name, all schemes are listed.")
+    ] = None,
     implementation: Annotated[
         str | None,
         typer.Argument(
             metavar="MODULE:CALLABLE",
-            help="Is called without arguments and returns the implementation.  [default: rewire's own]",
+            help="A function without arguments that returns the implementation.  [default: rewire's own]",
         ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="An option of the scheme, where it departs from the paper; repeatable."
-        ),
+        typer.Option(metavar="NAME=VALUE", help="An option of the scheme that differs from the paper; repeatable."),
     ] = None,
     device: Annotated[str, typer.Option(callback=usable_device, help="Where to run.")] = "cpu",
     vectors: Annotated[

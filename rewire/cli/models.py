@@ -47,7 +47,7 @@ def inspect_command(
         typer.Option(
             metavar="FILE",
             callback=writable,
-            help="Write a page instead: the streams, diff, weights and costs of the rewired MODEL.",
+            help="Write an HTML page instead, with the streams, diff, weights and costs of the rewired MODEL.",
         ),
     ] = None,
     topology: Topology = "ancre-ingoing",
@@ -58,7 +58,10 @@ def inspect_command(
     With --html, --topology and the options after it say how MODEL is rewired for the page.
     """
     if html is None and (topology != "ancre-ingoing" or how.keys() - {"loop"}):
-        raise typer.BadParameter("add --html: --loop aside, these options say how MODEL is rewired for the page.")
+        raise typer.BadParameter(
+            "add --html: without it, inspect takes only --loop; the other options say how MODEL is rewired for the "
+            "page."
+        )
     loaded, inputs = load_with_inputs(model)
     if html is None:
         report = rewire.inspect(loaded, **how, example_inputs=inputs)
@@ -76,7 +79,9 @@ def inspect_command(
 @rewires
 def source_command(
     model: Model,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it, such as model.layers.0.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="Path of a block, as shown by inspect, such as model.layers.0.")
+    ],
     how: How,
     topology: Topology = "ancre-ingoing",
     json: Json = False,
@@ -123,7 +128,7 @@ def eject_command(
 @app.command("list")
 def list_command(
     pattern: Annotated[
-        str, typer.Argument(metavar="PATTERN", help="Only topologies whose names match it, such as 'hc-*'.")
+        str, typer.Argument(metavar="PATTERN", help="List only topologies whose names match, such as 'hc-*'.")
     ] = "",
     json: Json = False,
 ) -> None:
@@ -184,17 +189,17 @@ def diagnose_command(
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,..]",
-            help="Rewire MODEL with it first; 'rewire list' shows all names.  [default: not rewired]",
+            help="Topology to rewire MODEL with first; 'rewire list' shows all names.  [default: not rewired]",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     probes: Annotated[
-        int, typer.Option(min=0, help="Random probes to estimate chi where it is not computed exactly; 0: no chi.")
+        int, typer.Option(min=0, help="Random probes to estimate chi if it is not computed exactly; 0: no chi.")
     ] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the random batch and the probes.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture, help="Also draw it: .png, .pdf or .svg.")
+        Path | None, typer.Option(metavar="PATH", callback=picture, help="Also write a plot: .png, .pdf or .svg.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -226,7 +231,7 @@ def graph_command(
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", callback=graph_file, help="Also write it: .graphml, .dot or .json."),
+        typer.Option(metavar="PATH", callback=graph_file, help="Also write the graph: .graphml, .dot or .json."),
     ] = None,
     json: Json = False,
 ) -> None:

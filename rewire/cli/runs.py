@@ -51,20 +51,24 @@ def study_command(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Comma-separated, each with its options: muddformer,ancre-ingoing:start=paper,cascade=keep.  "
-            "[default: a dozen]",
+            help=(
+                "Comma-separated names, each with its options: muddformer,ancre-ingoing:start=paper,cascade=keep.  "
+                "[default: a dozen]"
+            ),
             show_default=False,
         ),
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Length of each run in training steps.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Length of each run in seconds of training.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Settings to try for each topology, at most.")] = 10,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs to compare for each topology, each with its own seed.")] = 5,
-    finalists: Annotated[int, typer.Option(min=1, help="How many topologies to compare, the best of the search.")] = 4,
+    trials: Annotated[int, typer.Option(min=1, help="Maximum number of settings to try for each topology.")] = 10,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs to compare for each topology, each with its own seed.")
+    ] = 5,
+    finalists: Annotated[int, typer.Option(min=1, help="Number of topologies to compare: the best of the search.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("study"),
     storage: Annotated[
         str | None,
-        typer.Option(help="Where runs are kept: a file, or a database's URL; may be shared.  [default: in --out]"),
+        typer.Option(help="Storage of the runs: a file, or the URL of a database; may be shared.  [default: in --out]"),
     ] = None,
     device: Device = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
@@ -119,7 +123,7 @@ def bench_command(
     compiled: Annotated[bool, typer.Option("--compiled", help="Also measure each under torch.compile.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="How many times to measure each.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements of each.")] = 10,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the weights.")] = "float32",
     device: Device = "",
     out: Annotated[

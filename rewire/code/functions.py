@@ -108,8 +108,8 @@ def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
         cells = getattr(wrapper, "__closure__", None) or ()
         if not isinstance(wrapper, FunctionType) or not any(contents(cell) is old for cell in cells):
             name = f"{getattr(wrapper, '__module__', '?')}.{getattr(wrapper, '__qualname__', type(wrapper).__name__)}"
-            raise EditError(f"it is decorated by something ({name}) that hides the function that it decorates")
-        itself = CellType()  # wrappers may refer to themselves: transformers' check whether they are outermost
+            raise EditError(f"its decorator ({name}) hides the decorated function")
+        itself = CellType()  # transformers' layers ask whether they are the outermost wrapper
         copies = tuple(
             CellType(new) if contents(cell) is old else itself if contents(cell) is wrapper else cell for cell in cells
         )

@@ -38,9 +38,9 @@ class Reference:
         found = found_again(home, code.co_qualname, code.co_firstlineno) if home in sys.modules else None
         if found is None or found.__code__ != code:
             raise EditError(
-                f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} adds to the residual stream, and the "
-                f"rewired model cannot be pickled, since module '{home}' has nothing that leads to this function: make "
-                "it a function of that module, or use rewire.save"
+                f"the rewired model cannot be pickled: {code.co_qualname} at {code.co_filename}:{code.co_firstlineno} "
+                f"adds to the residual stream, and cannot be imported from module '{home}'. Make it a function of "
+                "that module, or use rewire.save"
             )
         return _referred, (home, code.co_qualname, code.co_firstlineno)
 

@@ -209,8 +209,8 @@ def _read(function: FunctionType) -> Text:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError, IndexError, SyntaxError) as error:
         raise EditError(
-            f"there is no source text for {name} ({function.__code__.co_filename}): rewire edits the text of forwards, "
-            "so that it has to be in a file (or a notebook's cell)"
+            f"there is no source text for {name} ({function.__code__.co_filename}): rewire edits the source of "
+            "forwards, which has to be in a file or a notebook cell"
         ) from error
     source, file = "".join(lines), function.__code__.co_filename
     try:
@@ -223,8 +223,8 @@ def _read(function: FunctionType) -> Text:
     code = compiled(function, source, first)
     if code is None or not _same(code, function.__code__):
         raise EditError(
-            f"the text at {text.where()} is not what {name} was compiled from: the file has changed since it was "
-            "imported, or something rewrote the function (coverage, pytest's assertions). Import the model again"
+            f"the source at {text.where()} is not what {name} was compiled from: the file has changed since it was "
+            "imported, or a tool rewrote the function (coverage, pytest's assertions). Import the model again"
         )
     return text
 

@@ -90,8 +90,8 @@ class Trunk:
             self.refused = str(error)
         if self.outline.kind == "matrix":
             self.refused = (
-                f"topology '{self.layout.topology.registered_name}' does more than add up states with weights, so that "
-                "none of them can be set alone. Its units can be left out"
+                f"topology '{self.layout.topology.registered_name}' does more than add up states with weights, so "
+                "single weights cannot be changed. Its units can be left out"
             )
         self.plain = self._plain()
 

@@ -249,7 +249,7 @@ class Summary(Shown):
         )
         yield self._table(part, known, cuts)
         if unused:
-            yield Text(f"Nothing comes to the output of {', '.join(part.nodes[node]['value'] for node in unused)}")
+            yield Text(f"No path to the output from {', '.join(part.nodes[node]['value'] for node in unused)}")
 
     @staticmethod
     def _table(part: DepthGraph, known: bool, cuts: list[Cut]) -> Table:

@@ -47,7 +47,7 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap", batch: An
     if isinstance(source, nn.Module):
         check_loaded(source, "plotted")
     if batch is not None and (kind == "bars" or not isinstance(source, nn.Module)):
-        raise ValueError("a batch is for heat maps and arcs of a model: bars and checkpoints have none.")
+        raise ValueError("a batch is for heat maps and arcs of a model, not for bars or checkpoints.")
     if kind == "bars":
         plot_bars(_bars(source), path)
     elif batch is not None and isinstance(source, nn.Module):

@@ -156,8 +156,10 @@ class Ablation(Shown):
     def _told(self) -> Text:
         found = self.correlation()
         if found is None:
-            return Text("Weights and ablations cannot be correlated: too few edges, or all alike.")
-        return Text(f"Rank correlation of |weight| and rise: {found:.2f} (1: weights tell what counts; 0: nothing).")
+            return Text("Weights and ablations cannot be correlated: there are too few edges, or all are equal.")
+        return Text(
+            f"Rank correlation of |weight| and rise: {found:.2f} (1: weights show which edges matter; 0: they do not)."
+        )
 
 
 def check_ablation(given: object) -> None:

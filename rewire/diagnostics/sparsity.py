@@ -126,8 +126,8 @@ class Sparsity(Shown):
         yield ranked
         yield table(("kept", "loss", "hidden states held"), ((p.k, f"{p.loss:.4f}", p.states) for p in self.curve))
         yield Text(
-            "The model was trained with all connections; losses with fewer are of the same weights, not trained "
-            "again. What few connections are worth tells a training run from their start.",
+            "The model was trained with all connections; losses with fewer use the same weights, not trained again. "
+            "To know what few connections are worth, train a model with them from the start.",
             overflow="fold",
         )
 
@@ -187,8 +187,10 @@ def sparsify(
     if bench.trunks[name].plain is None:
         raise UnsupportedTopology(
             bench.trunks[name].refused
-            or f"topology '{topology.registered_name}' has no preserving start with these options: connections are "
-            "compared with those of the plain network."
+            or (
+                f"topology '{topology.registered_name}' has no preserving start with these options, and connections "
+                "are compared with those of the plain network."
+            )
         )
     base = bench.base()
     parts = {_ends(part, dims): part for part in bench.parts() if part.what == "edge" and part.trunk == name}

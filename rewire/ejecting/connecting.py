@@ -69,7 +69,7 @@ def check_ejected(found: str, what: str) -> None:
     if found != EJECTED:
         raise RewireError(
             f"{what} and rewire_runtime.py belong to two models: files were copied or left from an older model, or "
-            "rewire.eject was ended while it replaced them. Eject the model once more, with force=True (--force)."
+            "rewire.eject was interrupted. Eject the model once more, with force=True (--force)."
         )
 
 
@@ -127,8 +127,8 @@ def connect(
             base = edited.__bases__[0]  # engines add other bases
             if type(module) is not base:
                 raise RewireError(
-                    f"'{path}' is of class {type(module).__qualname__} here, and was of class {base.__qualname__} when "
-                    "the model was ejected: make the model with the arguments that it had then."
+                    f"'{path}' is of class {type(module).__qualname__} here, and was of class {base.__qualname__} "
+                    "when the model was ejected. Make the model with the same arguments as then."
                 )
             module.__class__ = edited
             for name, method in registering(base).items():
@@ -194,7 +194,7 @@ def part_of(
                 told = ", ".join(f"'{trunk['trunk']}'" for trunk in function.trunks)
                 raise RewireError(
                     f"{type(model).__name__} has trunk {told} of the ejected model in part only, or blocks of its "
-                    "class in other places: load the class that was ejected, which config.json names first in auto_map."
+                    "class in other places. Load the ejected class, which config.json names first in auto_map."
                 )
     collectors = {
         places[path]: [n for n in given if n in names] for path, given in collecting.items() if path in places
@@ -227,6 +227,6 @@ def _found(model: nn.Module, path: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError:
         raise RewireError(
-            f"{type(model).__name__} has no module '{path}', which it had when it was ejected: make the model with the "
-            "arguments that it had then."
+            f"{type(model).__name__} has no module '{path}', but had one when it was ejected. Make the model with the "
+            "same arguments as then."
         ) from None

@@ -134,7 +134,7 @@ def check_free(folder: Path) -> None:
     check_no_file(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / f"{RUNTIME}.py").exists():
         raise RewireError(
-            f"'{folder}' holds other files, which eject could write over: give another folder, or force=True (--force)."
+            f"'{folder}' holds other files, which eject might overwrite: give another folder, or force=True (--force)."
         )
 
 
@@ -217,8 +217,8 @@ def _auto_classes(config: Any, cls: type) -> dict[str, type]:
             found[name] = cls if cls in several else several[0]
             if not found[name].__module__.startswith("transformers"):
                 logger.warning(
-                    "transformers.%s makes %s, which was registered for it here, whatever is in the ejected folder: "
-                    "where it is registered, load the ejected class by its own from_pretrained.",
+                    "transformers.%s makes %s, which was registered in this process and takes precedence over the "
+                    "ejected folder. In such a process, load the model by the from_pretrained of the ejected class.",
                     name,
                     found[name].__qualname__,
                 )

@@ -34,13 +34,13 @@ def gpu_named(target: str | None) -> Any:
         raise RewireError("Triton, which compiles kernels, is not installed.") from error
     if target is None:
         if _driver() is None:
-            raise RewireError("there is no GPU here: say for which kernels are compiled, as target='sm_90'.")
+            raise RewireError("there is no GPU here: name the one to compile kernels for, as in target='sm_90'.")
         return None
     amd, number = target.startswith("gfx"), re.fullmatch(r"sm_(\d+)", target)
     if not amd and number is None:
         raise RewireError(f"target={target!r}: it has to be like 'sm_90' (NVIDIA) or 'gfx942' (AMD).")
     if amd != (torch.version.hip is not None):
-        raise RewireError(f"target={target!r}: PyTorch {torch.__version__}, which is here, is built for other GPUs.")
+        raise RewireError(f"target={target!r}: the installed PyTorch {torch.__version__} is built for other GPUs.")
     if number is not None:
         return GPUTarget("cuda", int(number[1]), 32)
     return GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)

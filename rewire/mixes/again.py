@@ -344,7 +344,7 @@ class _Region:
         if [(y.shape, y.dtype) for y in found] != self.saved:
             raise RuntimeError(
                 f"{getattr(self.function, '__qualname__', 'a norm')} saves other tensors when it runs again for "
-                "backward than it did before: what its forward depends on has changed since. Change it after backward."
+                "backward: something that its forward depends on has changed. Change it after backward."
             )
         self.made = dict(enumerate(found))
         return result

@@ -49,8 +49,8 @@ def check_copies_know_their_modules(model: nn.Module) -> None:
             how = "" if name in own else _known_by(value, ids)
             if how:
                 raise RewireError(
-                    f"'{name}' of '{path or type(module).__name__}' knows modules by {how}, which those of a copy do "
-                    "not have, and rewire works on a copy: let it hold their names, or the modules themselves."
+                    f"'{name}' of '{path or type(module).__name__}' knows modules by {how}, which does not work in a "
+                    "copy, and rewire works on a copy. Store their names, or the modules themselves."
                 )
 
 
@@ -95,8 +95,8 @@ def check_unwrapped(model: nn.Module) -> None:
         where = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise WrappedModel(
-                f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit: rewire the "
-                "model that it was made from, before torch.jit."
+                f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit: rewire "
+                "the model that it was made from, before torch.jit."
             )
         kinds = [cls.__name__ for cls in type(module).__mro__]
         if "PipelineIdentityLayer" in kinds:
@@ -147,7 +147,7 @@ def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
         gone = [name for name, child in children_of(owner).items() if child is None]
         if gone:
             raise RewireError(
-                f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in one stage of a pipeline. "
-                "Stages that are rewired one by one are networks of their own: rewire the whole model, cut it, and "
-                f"call rewire.pipeline_stage on each part. If this is the whole model, say so: trunks=['{trunk.name}']."
+                f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in a pipeline stage. Stages that "
+                "are rewired one by one would not be connected with each other: rewire the whole model, cut it, and "
+                f"call rewire.pipeline_stage on each part. If this is the whole model, pass trunks=['{trunk.name}']."
             )

@@ -33,7 +33,7 @@ def chosen_topologies(
 ) -> dict[str, Topology]:
     """Topology by trunk name, or part of one; the empty key stands for all trunks."""
     if names is not None and not all(isinstance(name, str) for name in names):
-        raise TypeError("trunks has to hold the names of trunks, which are strings: rewire.inspect(model) shows them.")
+        raise TypeError("trunks has to hold the names of trunks: rewire.inspect(model) shows them.")
     if not isinstance(topology, Mapping):
         if names is not None and len(names) == 0:
             raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")
@@ -94,7 +94,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     if topology.needs_width and not widths:
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' has weights per channel, and the width of trunk '{trunk.name}' is "
-            "not known: no module next to its residual adds has a weight that shows it. Use a topology with one "
+            "not known: no module next to its residual adds has a weight that determines it. Use a topology with one "
             "weight per state."
         )
     other = next((site for site in trunk.sites if site.width and site.channel_dim != trunk.channel_dim), None)
@@ -107,10 +107,9 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     if topology.by_token and trunk.turned:
         raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' has values of tokens, and between residual adds of trunk "
-            f"'{trunk.name}' the hidden states' channels leave their dimension, {trunk.channel_dim}: these values "
-            "cannot go along. Use a topology with one weight per state ('ancre-ingoing', 'denseformer'), or keep "
-            "channels in their place."
+            f"topology '{topology.registered_name}' has values per token, which cannot follow where, between residual "
+            f"adds of trunk '{trunk.name}', the channels leave their dimension, {trunk.channel_dim}: use a topology "
+            "with one weight per state ('ancre-ingoing', 'denseformer'), or keep channels in their place."
         )
     if trunk.post_norm and as_recurrence(topology) is None:
         site = next(site for site in trunk.sites if site.post and not site.affine)

@@ -34,8 +34,11 @@ from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
 _CHILDREN = frozenset({"children", "named_children", CHILDREN})
-NOT_RUN = "it did not run, as the blocks beside it did: it is not connected, and refused in the middle of the trunk"
-TRAINING_ONLY = "it is a residual stream in training mode only: those of evaluation mode are connected"
+NOT_RUN = (
+    "it did not run, although the blocks beside it did: it is not connected, and running it in the middle of the "
+    "trunk is refused"
+)
+TRAINING_ONLY = "it is a residual stream in training mode only: streams of evaluation mode are connected"
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -157,7 +160,7 @@ def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
     mixed = any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
     if not has_inputs or (finding.trunks and not finding.flow.unread and not mixed):
         return Found(finding)
-    log.info("the trace of %s leaves doubts: it is run, too", prepared.name)
+    log.info("the trace of %s is not conclusive: it is run, too", prepared.name)
     recorded = _recorded_cheaply(prepared, restart)
     certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds)
     return recorded if recorded is not None and certain else Found(finding)

@@ -102,8 +102,8 @@ def check(
     name = type(model).__name__
     if inputs is None:
         log.warning(
-            "%s was rewired but not validated: there are no inputs to run it on. Pass example_inputs=(x,), or to the "
-            "command a function that returns both: model, (x,).",
+            "%s was rewired but not validated: there are no inputs to run it on. Pass example_inputs=(x,), or give "
+            "the command a function that returns model, (x,).",
             name,
         )
         return
@@ -133,8 +133,8 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
     lost = lost and lost.difference(name for name, _, _ in _what_happens(rewired, inputs, seed=0) or ())
     if lost:
         raise ValidationMismatch(
-            f"no stream of trunk '{min(lost)}' begins in the rewritten model: it calls the original's functions, "
-            "which something holds (a list of methods, a closure, a global) that is not copied with the model"
+            f"no stream of trunk '{min(lost)}' begins in the rewritten model: it still calls the original's "
+            "functions, through something that is not copied with the model (a list of methods, a closure, a global)"
         )
     return [(name, site) for name, what, site in seen if what == "skip"]
 
@@ -289,7 +289,8 @@ def _check_compared(done: Comparison, original: nn.Module) -> None:
         _check_weights(original)
         raise ValidationMismatch(
             f"nothing could be compared: on the example inputs {type(original).__name__} returns no finite numbers "
-            "(empty tensors, NaN, integers only, or objects that are not looked into). Pass others, or validate=False."
+            "(only empty tensors, NaN, integers, or objects that rewire does not look into). Pass other inputs, or "
+            "validate=False."
         )
     log.info("%s: %s", type(original).__name__, done)
 
@@ -443,7 +444,7 @@ def _mismatch(
     if unsteady:
         return BadExampleInputs(
             f"{type(original).__name__} does not compute the same twice with the same random numbers (module "
-            f"'{unsteady}', {setting.name}): it cannot be validated. Pass validate=False if that is meant to be."
+            f"'{unsteady}', {setting.name}), so it cannot be validated. Pass validate=False if that is intended."
         )
     first = _first(expected, actual)
     where = f"the first block that differs is '{first}'" if first else "no single block differs by that much"

@@ -133,8 +133,8 @@ def difference(posts: Sequence[Facts]) -> str:
             told.setdefault(text, {})[post["rank"]] = None
     lines = [f"{_named(list(ranks))} {text}" for text, ranks in told.items()]
     return (
-        "ranks that train one model have rewired it differently, so that their connection weights do not mean the "
-        f"same: {'; '.join(lines)}. Rewire with the same topology, options and version of rewire on every rank."
+        "ranks that train one model have rewired it differently, so their connection weights do not mean the same: "
+        f"{'; '.join(lines)}. Rewire with the same topology, options and version of rewire on every rank."
     )
 
 

@@ -30,8 +30,8 @@ def tell_if_left_out(connection: nn.Module, name: str) -> None:
         frame = frame.f_back
     if frame is not None:
         warnings.warn(
-            f"PEFT saves adapters without the connection weights that are trained beside them ({name}): loaded into a "
-            f"newly rewired model, they compute something else. Pass modules_to_save=['{CONNECTIONS}'] to PEFT's "
-            "config, or save these, too: rewire.save(model.get_base_model(), folder, weights='connections').",
+            f"PEFT saves adapters without the connection weights that you also trained ({name}): in a newly rewired "
+            f"model, they would compute something else. Pass modules_to_save=['{CONNECTIONS}'] to PEFT's config, or "
+            "save the connection weights, too: rewire.save(model.get_base_model(), folder, weights='connections').",
             stacklevel=2,
         )

@@ -218,8 +218,8 @@ class Connection(Watched):
             return self
         if self.rows and any(map(is_dtensor, given.values())):
             raise RewireError(
-                f"the connection weights of trunk '{self.layout.trunk}' are sharded, and each stage is to have those "
-                "of its own units: call rewire.pipeline_stage before the stage is sharded."
+                f"the connection weights of trunk '{self.layout.trunk}' are already sharded, and each stage needs "
+                "those of its own units: call rewire.pipeline_stage before you shard the stage."
             )
         other = copy.copy(self)
         drop_parameters(other)
@@ -269,8 +269,8 @@ class Connection(Watched):
     def _check_all_here(self) -> None:
         if not parameters_of(self).keys() >= {*self.learned_names}:
             raise RewireError(
-                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stages of its units, those "
-                "that many units read on the one on which it starts; all of them are asked for."
+                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stages of its units, and "
+                "those that many units read on the first stage of the trunk. This call needs all of them."
             )
 
     def learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
@@ -428,7 +428,7 @@ class Connections(nn.Module):
 
 #: Why a plain model's state dict does not load into a model with copies of norms.
 NO_COPIES = (
-    "the state dict is one of a plain model, which has no norms for keys and values. Load it into the plain model, and "
+    "the state dict is one of a plain model, which has no norms for keys and values. Load it into the plain model, "
     "then call rewire.compile on that."
 )
 
@@ -515,8 +515,8 @@ def read_recipe(state: Any) -> dict[str, Any]:
         text = bytes(state.byte().tolist())
         if re.fullmatch(rb"[0-9a-f]{32}", text):
             raise RewireError(
-                "these weights are those of an ejected model, which only its own files can read. Load it by the class "
-                "in them; `coefficients(model)` of its rewire_runtime.py shows what was learned."
+                "these weights are those of an ejected model, which only its own files can read. Load them by the "
+                "class in these files; `coefficients(model)` of its rewire_runtime.py shows what was learned."
             )
         return parsed(text)
     except (AttributeError, TypeError, ValueError) as error:
@@ -609,7 +609,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     if type(mesh).__name__ != "DeviceMesh":
         raise TypeError(
             f"mesh must be a DeviceMesh, not {mesh!r}: make one with torch.distributed.device_mesh.init_device_mesh, "
-            "and pass it, or the dimensions of it whose ranks share one sequence, such as mesh['tp']."
+            "and pass it or those of its dimensions whose ranks share one sequence, such as mesh['tp']."
         )
     if not found:
         raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")

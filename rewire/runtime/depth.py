@@ -481,7 +481,7 @@ class Depth:
         if len(waiting) > 1:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes the next state of one of two streams, those of trunks "
-                f"{' and '.join(repr(live.trunk) for live in waiting)}, and nothing tells of which.{self.advice}"
+                f"{' and '.join(repr(live.trunk) for live in waiting)}, and it is unclear of which.{self.advice}"
             )
         self._check_unchanged(live)
 
@@ -495,8 +495,8 @@ class Depth:
     def _tensor(self, state: Any) -> Tensor:
         if not isinstance(state, Tensor):
             raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, where a "
-                f"tensor was found when it was rewired.{self.advice}"
+                f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, but "
+                f"made a tensor of it when it was rewired.{self.advice}"
             )
         return state
 
@@ -569,7 +569,7 @@ class Depth:
     def _check_factor(self, factor: Any) -> None:
         if isinstance(factor, Tensor) or factor != 1:
             raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, and did by 1 "
+                f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, but did so by 1 "
                 f"when it was rewired: connections would have to learn the factor.{self.advice}"
             )
 

@@ -34,15 +34,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for what, names in _mistakes(optimizer).items():
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
-            f"{type(optimizer).__name__} {what} connection weights of rewire ({shown}). {_WHY[what]} Groups that do it "
-            "right: rewire.parameter_groups(model, lr=.., weight_decay=..), for Muon with muon_lr=.. as well.",
+            f"{type(optimizer).__name__} {what} connection weights of rewire ({shown}). {_WHY[what]} Use the groups "
+            "of rewire.parameter_groups(model, lr=.., weight_decay=..), for Muon with muon_lr=.. as well.",
             stacklevel=2,
         )
 
 
 _WHY = {
-    "decays": "That pulls them to 0, which is no neutral value: branches that are switched off, equal weights.",
-    "orthogonalises": "Muon is for matrices that map hidden states; their rows are sources, and belong to Adam.",
+    "decays": "That pulls them to 0, which is not a neutral value: it switches branches off, or makes weights equal.",
+    "orthogonalises": "Muon is for matrices that map hidden states. Connection weights are none: train them with Adam.",
 }
 
 

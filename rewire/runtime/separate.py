@@ -57,7 +57,7 @@ class SeparateInputs:
         known = next(filter(None, map(self._qkv, _tensors(values))), None)
         if known is None:
             if next(_tensors(values), None) is None:
-                raise self.lost(f"computes what an attention reads of {_told(values)}, and not of a tensor")
+                raise self.lost(f"computes the input of an attention from {_told(values)}, not from a tensor")
             return function(*values)
         apart = getattr(function, CONNECTIONS, None)
         k, v = (apart.k, apart.v) if isinstance(apart, SeparateNorms) else (function, function)

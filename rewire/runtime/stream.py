@@ -236,7 +236,7 @@ class Stream(TensorLike):
             return held.parts[0] if single else Mix(added=held.parts, again=layout.keeps_branches), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
         if not isinstance(read, tuple):
-            raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
+            raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")
         value, states = read
         if isinstance(value, QKVInputs):
             return QKVInputs(*map(self._restored, (value.q, value.k, value.v, value.residual))), states

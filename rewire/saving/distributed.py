@@ -83,10 +83,11 @@ def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         there, here = _shapes(saved, prefix), _shapes(state, prefix)
         if there != here:
             raise RewireError(
-                "the checkpoint is one of a model that was rewired in another way; connections differ "
-                f"(- saved, + here):{difference(there, here)}\nRewire this model as that one was, and load then. If "
-                "only recipes differ, an earlier version may have written it: torch.distributed.checkpoint."
-                "format_utils.dcp_to_torch_save makes a state dict of it, which load_state_dict converts."
+                "the checkpoint is one of a model that was rewired in another way; connections differ (- saved, + "
+                f"here):{difference(there, here)}\nRewire this model in the same way, then load. If only recipes "
+                "differ, an earlier version may have written it: "
+                "torch.distributed.checkpoint.format_utils.dcp_to_torch_save turns it into a state dict, which "
+                "load_state_dict converts."
             )
 
 

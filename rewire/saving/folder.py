@@ -132,8 +132,8 @@ def load(
     lacking = [name for name, value in (*rewired.named_parameters(), *rewired.named_buffers()) if value.is_meta]
     if lacking and weights == "all":
         raise RewireError(
-            f"{', '.join(lacking[:5])} are on the meta device and in no state dict, so that they are not saved: build "
-            "the model on a device (models of transformers: rewire.from_pretrained)."
+            f"{', '.join(lacking[:5])} are on the meta device and in no state dict, so they are not saved: build the "
+            "model on a device (for transformers models: rewire.from_pretrained)."
         )
     return cast("M", rewired)
 
@@ -164,8 +164,8 @@ def _check_savable(state: dict[str, Tensor]) -> None:
             raise WrappedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided or value.is_quantized:
             raise RewireError(
-                f"'{name}' is a {type(value).__name__} and no plain tensor, which safetensors cannot hold: save the "
-                "model before it is quantised or otherwise converted."
+                f"'{name}' is a {type(value).__name__} and no plain tensor, which safetensors cannot store: save the "
+                "model before you quantise or otherwise convert it."
             )
         if value.is_meta:
             raise RewireError(f"'{name}' is on the meta device: there is nothing to save.")

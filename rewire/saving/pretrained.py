@@ -46,8 +46,8 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")
     if (getattr(options.get("distributed_config"), "pp_size", None) or 1) > 1:
         raise RewireError(
-            "the pipelines of transformers (pp_size) send one hidden state from stage to stage, and no stream: load "
-            "with pp_size=1, cut the model, call rewire.pipeline_stage on each part, and take a pipeline of torch."
+            "the pipelines of transformers (pp_size) send one hidden state from stage to stage, not a stream: load "
+            "with pp_size=1, cut the model, call rewire.pipeline_stage on each part, and use a pipeline of torch."
         )
     recipes = _recipes(Path(folder))
     cls = _saved_class(folder) if model_class is None else model_class

@@ -277,8 +277,8 @@ class Topology(ABC, Generic[W]):
             UnsupportedTopology: there is no such form.
         """
         raise UnsupportedTopology(
-            f"topology '{self.registered_name}' has no constant form: its weights depend on the input, or do more than "
-            "scale states"
+            f"topology '{self.registered_name}' has no constant form: its weights depend on the input, or do more "
+            "than scale states"
         )
 
 

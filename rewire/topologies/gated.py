@@ -74,7 +74,7 @@ class GatedHyperConnections(Topology[Named]):
         ``inject`` [T, n D, n].
         """
         if start == "preserve" and self.reads == "normed":
-            raise no_preserving_start(self, "its reads are normed, those with reads='streams' are not")
+            raise no_preserving_start(self, "its reads are normed; with reads='streams' they are not")
         reads, n, channels = dims.depth + 1, self.streams, self.streams * dims.width
         seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
 

@@ -82,7 +82,7 @@ class MultiGate(Topology[Named]):
         if self.bias is None and left <= 0:
             raise UnsupportedTopology(
                 f"topology 'multi-gate': the paper's start of the gates is not defined for {self.streams} streams and "
-                f"{gated} units behind the first ones. Take fewer streams, or say where they start, like bias=-3.0."
+                f"{gated} units after the first ones. Use fewer streams, or set the start, as in bias=-3.0."
             )
         return -math.log(left) if self.bias is None else self.bias
 

@@ -149,7 +149,7 @@ def checked_units(units: Any) -> tuple[Unit, ...] | None:
         return None
     found = tuple(_unit(unit, units) for unit in ([units] if isinstance(units, int | str) else units))
     if not found:
-        raise ValueError("units is empty: no unit would read. Leave it out to let all of them.")
+        raise ValueError("units is empty, so no unit would read. Leave it out to let all units read.")
     return tuple(dict.fromkeys(found))
 
 
@@ -163,8 +163,8 @@ def _unit(unit: Any, given: object) -> Unit:
         number = 0
     if number == 0 or isinstance(unit, bool):
         raise ValueError(
-            f"units={given!r}: a unit is its number, from 1 or from -1 at the end, 'output', or a kind of branch, one "
-            f"of {', '.join(map(repr, KINDS))}."
+            f"units={given!r}: a unit is its number (from 1, or negative from the end), 'output', or a kind of "
+            f"branch, one of {', '.join(map(repr, KINDS))}."
         )
     return number
 
@@ -225,8 +225,8 @@ def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
         if not own:
             raise UnsupportedTopology(
                 f"units={unit!r}: no unit of this trunk begins with such a branch; they begin with "
-                f"{', '.join(sorted(set(kinds)))}. With granularity='sublayer' attentions and feed-forwards are units "
-                "of their own."
+                f"{', '.join(sorted(set(kinds)))}. With granularity='sublayer', attentions and feed-forwards are "
+                "separate units."
             )
         found += own
     return tuple(dict.fromkeys(found))
@@ -280,7 +280,7 @@ def _numbers(name: str, units: Units, sources: Sources, depth: int, reads: Colle
     """By read t, the sources that the options name, as numbers from either end."""
     of_unit, everywhere = _by_unit(sources), _everywhere(sources)
     if of_unit and units is not None:
-        raise ValueError("sources= has the sources of each unit already: leave out units=.")
+        raise ValueError("sources= already has the sources of each unit: leave out units=.")
     if of_unit:
         return {_read(name, unit, depth, reads): own for unit, own in of_unit}
     named: Any = units

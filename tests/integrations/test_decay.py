@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 import rewire
 
-TOLD = r"AdamW decays connection weights of rewire .*Groups that do it right: rewire\.parameter_groups"
+TOLD = r"AdamW decays connection weights of rewire .*Use the groups of rewire\.parameter_groups"
 
 
 def optimizer_of(model: nn.Module, ours: bool) -> torch.optim.AdamW:

@@ -90,7 +90,9 @@ class MuP(Initializer):
 
     def check(self, roles: Roles) -> None:
         if roles.width is None:
-            raise RewireError("mup: the width of this model is unknown: no module next to its residual adds shows it.")
+            raise RewireError(
+                "mup: the width of this model is unknown: no module next to its residual adds determines it."
+            )
         tied = next((w.name for w in roles if w.role == "embedding" and w.because.startswith("tied")), None)
         if tied:
             raise RewireError(

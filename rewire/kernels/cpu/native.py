@@ -225,7 +225,7 @@ def loaded() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled()))
     except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: unbalanced quotes in CXX
         reason = getattr(error, "stderr", None) or error
-        _log.warning("Sums on the CPU are left to torch: their kernel could not be compiled. %s", reason)
+        _log.warning("Mixes on the CPU are left to torch, because their kernel could not be compiled. %s", reason)
         return None
 
 

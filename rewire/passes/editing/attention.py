@@ -64,7 +64,9 @@ class _Attention:
         for op in sorted(way, key=lambda op: op.index):
             inside = [scope for scope in op.scope.outward() if scope in functions]
             if not inside:
-                raise EditError("its projections read what was made of the same state outside of the block, too")
+                raise EditError(
+                    "its projections also read a value that was made of the same state outside of the block"
+                )
             scope = inside[0]
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
             if any((kind, at) in function.edits for kind in ("qkv", "project")):

@@ -27,7 +27,7 @@ def warn_of_other_methods(found: Found, plans: Plans) -> None:
                 told.add(code)
                 log.warning(
                     "'%s' (%s:%d) makes the residual adds of '%s' in another way, and did not run with the example "
-                    "inputs: it stays as it is, without connections. What it computes is the plain model's",
+                    "inputs. It stays as it is, without connections, and computes what the plain model does",
                     *(method.__qualname__, code.co_filename, code.co_firstlineno, plan.path),
                 )
 

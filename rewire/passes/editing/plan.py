@@ -163,9 +163,9 @@ class _Planner:
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(
-                    f"the residual stream does not come into {function.text.where()} as an argument, or in a tuple, "
-                    "list, dict or dataclass that is one: it is read from another object. Hand it over as a tensor, "
-                    "and return the new one"
+                    f"the residual stream does not enter {function.text.where()} as an argument, or in a tuple, list, "
+                    "dict or dataclass that is an argument: it is read from another object. Pass it as a tensor, and "
+                    "return the new one"
                 )
             at = self.sources.span(scope, value)
             if any((op.scope, op.place) == (value.scope, value.place) for add in self.adds for op in add.post):

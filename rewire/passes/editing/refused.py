@@ -81,8 +81,8 @@ def check_hook(carriers: Carriers) -> None:
         if any(call.helper and (call.parent, call.call) in modules for call in add.op.scope.outward()):
             where, written = written_at(add.op.place)
             raise EditError(
-                f"the residual add `{written}` at {where} is made by a forward hook, and what calls hooks is not "
-                "edited: write it in the module's forward, or in what calls that"
+                f"the residual add `{written}` at {where} is made by a forward hook, where rewire cannot edit it: "
+                "write it in the forward of the module or of its caller"
             )
 
 

@@ -151,8 +151,8 @@ class Sources:
                 text = self.text(scope.parent)
                 raise EditError(
                     f"'{known.__name__}', which adds to the stream and is called at {text.where(call)}, is decorated "
-                    f"({known.__module__}.{known.__code__.co_qualname}), and its edited form would not be: call what "
-                    "is undecorated"
+                    f"({known.__module__}.{known.__code__.co_qualname}), and its edited form would lose the "
+                    "decorator: call the undecorated function"
                 )
             if known.__code__ is scope.code:  # by another name than its own, a stand-in without its defaults is known
                 return node, not known.__closure__ and known is self.function(scope)[1].function

@@ -49,7 +49,7 @@ def edited(plan: FunctionPlan) -> str:
         parsed(f"if 1:\n{source}" if source[:1].isspace() else source)
     except SyntaxError as error:
         raise EditError(
-            f"the residual stream passes {plan.text.where()} in a way that cannot be written: {error}"
+            f"the residual stream passes {plan.text.where()} in a way that rewire cannot edit: {error}"
         ) from error
     return source
 

@@ -115,7 +115,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add)
             return Projections(site.name, paths, fused, beside)
     use = "It was traced without inputs: pass example_inputs. Or use" if add.op.node is not None else "Use"
     below = [name for name, child in _below(model, site).items() if name and isinstance(child, nn.Linear)]
-    why = shared_in(flow, add) or "what makes its queries, keys and values was not found, by names or by use"
+    why = shared_in(flow, add) or "its queries, keys and values were not found, by names or by use"
     raise UnsupportedTopology(
         f"the attention '{site.name}' cannot have separate q/k/v inputs: {why} "
         f"(linear maps of '{site.block}': {', '.join(below) or 'none'}). "

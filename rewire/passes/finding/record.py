@@ -276,11 +276,14 @@ class Recorder(TorchFunctionMode):
         where, written = written_at(place)
         if any(isinstance(tensor, nn.Parameter) for tensor in unknown):
             return (
-                f"`{written}` ({where}) reads a parameter that is none of the model's copy: a closure, a list of "
-                "functions or a global holds modules, and calls the original's"
+                f"`{written}` ({where}) reads a parameter that does not belong to the model's copy: a closure, a list "
+                "of functions or a global holds modules of the original"
             )
         if any(gradient_of(tensor) is not None for tensor in unknown):
-            return f"`{written}` ({where}) reads what code has made that shows no operations (TorchScript, say)"
+            return (
+                f"`{written}` ({where}) reads a value from code whose operations rewire cannot see (TorchScript, for "
+                "example)"
+            )
         return ""
 
     def _viewed(self, tensor: Tensor) -> list[Tensor]:

@@ -210,7 +210,10 @@ class CallsScripted(PreNorm):
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(InAClosure, "reads a parameter that is none of the model's copy"), (lambda: Stack(CallsScripted), "TorchScript")],
+    [
+        (InAClosure, "reads a parameter that does not belong to the model's copy"),
+        (lambda: Stack(CallsScripted), "TorchScript"),
+    ],
 )
 def test_what_hides_is_named(model: Any, words: str) -> None:
     with pytest.raises(rewire.NoResidualAdds, match=words):
