@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rewire.studies.paired import Difference, difference
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,47 +85,74 @@ def test_what_is_said_of_clipping() -> None:
 
 
 def test_what_choosing_shows() -> None:
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    new = page.partition("## The same on a GPU")[0]
+    new = (ROOT / "docs" / "choosing.md").read_text().partition("## The same on a GPU")[0]
+    text = " ".join(new.split())
     found = json.loads((RESULTS / "choosing" / "deep.json").read_text())
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in new.splitlines() if line.startswith("| ")]
-    tables = {cells[0].replace("`", "").replace("*", ""): cells[1:] for cells in table}
-    losses = {row["name"]: row["losses"] for row in found["rows"]}
-    for row in found["rows"]:
-        loss, shown, p, ahead, _ = tables[row["name"]]
-        assert loss == f"{row['mean']:.3f}"
-        if row["name"] == found["baseline"]:
-            continue
-        # Paired: the same seeds, and the baseline's loss less the row's.
-        gains = [losses[found["baseline"]][seed] - loss for seed, loss in row["losses"].items()]
-        gain = row["gain"]
-        assert ahead == f"{sum(value > 0 for value in gains)} of {len(gains)}"
-        assert shown.startswith(f"{sum(gains) / len(gains):+.3f} (")
-        if row["compile"] is None:  # the plain model with another setting
-            continue
-        assert gains == pytest.approx(gain["values"])
-        assert shown.endswith(f"({gain['low']:+.3f} to {gain['high']:+.3f})") and p == f"{row['p']:.2g}"
-    controlled = [row for row in found["rows"] if row["learned"]]
-    assert [row["name"] for row in controlled] == ["denseformer, its own setting"]
-    for gain_from, control in (("learned", "connection weights"), ("in its time", "the plain")):
-        gain = controlled[0][gain_from]
-        shown, ahead = next(cells for name, cells in tables.items() if name.startswith(control))
-        assert shown == f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
-        assert ahead == f"{sum(value > 0 for value in gain['values'])} of {len(gain['values'])}"
-    baseline = next(row for row in found["rows"] if row["name"] == found["baseline"])
-    for run in baseline["search"]:
-        if run["seed"] == 0:
-            cells = [f"{run[name]:g}" for name in ("rate", "embedding", "branch")] + [f"{run['loss']:.3f}"]
-            assert f"| {' | '.join(cells)} |" in new
+    lines = [line.replace("`", "").replace("*", "") for line in new.splitlines() if line.startswith("| ")]
+    rows = {row["name"]: row for row in found["rows"]}
+    baseline = rows[found["baseline"]]
+    tuned = [*baseline["losses"].values()]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    for name, row in rows.items():
+        gain = difference(tuned, [*row["losses"].values()])
+        p = f"{row['p']:.2g}" if row["compile"] else ""
+        compared = ["", "", ""] if row is baseline else [_told(gain), p, f"{_ahead(gain)} of 5"]
+        assert [name, f"{row['mean']:.3f}", *compared] in [each[:5] for each in cells]
+    assert not [row for row in found["rows"] if row["verdict"] == "better"]
+    assert "no topology is shown to be better than a plain model" in text
+
+    one = {"rate": 0.004, "connections": 1.0, "embedding": 64.0, "branch": 4.0}
+    earlier = one | {"rate": 0.008, "embedding": 1024.0}
+    for name in ("denseformer", "hc-static", "hc-dynamic", "ancre-ingoing"):
+        own = _losses_at(found, name, one)
+        gain, there = difference(tuned, own), difference(_losses_at(found, "residual", one), own)
+        shown = [name, f"{sum(own) / 5:.3f}", f"{there.mean:+.3f}", _told(gain), f"{_ahead(gain)} of 5"]
+        assert f"| {' | '.join(shown)} |" in lines
+    held = _losses_at(found, "denseformer, held at the end of another run", one)
+    longer = _losses_at(found, "residual", earlier, 1.25)
+    learned = difference(held, _losses_at(found, "denseformer", one))
+    in_its_time = difference(longer, [*rows["denseformer"]["losses"].values()])
+    for first, gain in (("connection weights frozen", learned), ("the plain model with 1.25", in_its_time)):
+        (line,) = [line for line in lines if line.startswith(f"| {first}")]
+        assert line.endswith(f" | {_told(gain)} | {_ahead(gain)} of 5 |")
+
+    searched = _first_seed(found)
+    for (rate, embedding, branch), loss in searched.items():
+        assert f"| {rate:g} | {embedding:g} | {branch:g} | {loss:.3f} |" in lines
+    assert f"with {len(searched)} settings on one seed" in text
+    assert f"they end {max(searched.values()) - min(searched.values()):.2f} nats apart" in text
+    assert f"best ends {-difference(tuned, _losses_at(found, 'residual', earlier)).mean:.3f} above the best" in text
+    assert f"with `denseformer` took {rows['denseformer']['cost']['time']:.2f} times as long" in text
+
     short = json.loads((RESULTS / "choosing" / "deep_6.json").read_text())
     assert short["about"]["layers"] == 6 and {row["setting"]["embedding"] for row in short["rows"]} == {16}
     for row in short["rows"][1:]:
-        assert "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row["gain"]) in " ".join(new.split())
-    better = [row["name"] for row in found["rows"] if row["verdict"] == "better"]
-    assert not better and "`ancre-ingoing` is not shown to be better than the plain model" in " ".join(new.split())
-    assert "with `denseformer` or `ancre-ingoing` took 1.24 and 1.27 times as long" in " ".join(new.split())
-    ends = [run["loss"] for run in baseline["search"] if run["seed"] == 0]
-    assert f"settings below end {max(ends) - min(ends):.2f} nats apart" in " ".join(new.split())
+        assert "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row["gain"]) in text
+
+
+def _losses_at(found: dict[str, Any], name: str, setting: dict[str, float], length: float = 1.0) -> list[float]:
+    """The losses of the compared seeds at a setting."""
+    runs = [(run["trial"], run["curve"][-1][2]) for run in found["kept"][name]["runs"]]
+    at = {trial["seed"]: loss for trial, loss in runs if (trial["setting"], trial["length"]) == (setting, length)}
+    return [at[seed] for seed in range(2, 7)]
+
+
+def _first_seed(found: dict[str, Any]) -> dict[tuple[float, float, float], float]:
+    """The plain model's losses on the first seed, by setting."""
+    runs = [run for run in found["kept"]["residual"]["runs"] if run["trial"]["seed"] == 0]
+    settings = [run["trial"]["setting"] for run in runs]
+    return {
+        (each["rate"], each["embedding"], each["branch"]): run["curve"][-1][2]
+        for each, run in zip(settings, runs, strict=True)
+    }
+
+
+def _told(gain: Difference) -> str:
+    return f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+
+
+def _ahead(gain: Difference) -> int:
+    return sum(value > 0 for value in gain.values)
 
 
 def test_what_is_kept_without_checkpointing() -> None:

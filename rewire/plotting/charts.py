@@ -119,6 +119,7 @@ def plot_differences(
             if values:
                 ax.plot([statistics.fmean(values)], [row], marker="|", markersize=12, color=INK)
         ax.set_yticks(range(len(shown)), labels=list(shown))
+        ax.set_ylim(-0.5, len(shown) - 0.5)
         ax.invert_yaxis()
         ax.set_xlim(-1.05 * limit, 1.05 * limit)
         ax.set_xlabel(xlabel)
