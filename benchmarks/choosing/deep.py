@@ -35,23 +35,20 @@ from rewire.studies.runs import Kept, Runs, open_storage
 from rewire.studies.task import Budget
 from rewire.studies.training import Point, Result, Setting, Trial
 
-#: Of the plain model: rates, and factors on its embeddings and on the ends of its branches.
+#: Of the plain model: by factors on its embeddings, rates and factors on the ends of its branches.
+TRIED = {
+    16: [(0.004, 4)],
+    64: [(0.002, 4), (0.004, 1), (0.004, 4), (0.004, 16), (0.008, 4)],
+    256: [(0.002, 16), (0.004, 4), (0.004, 16), (0.004, 64), (0.008, 4), (0.008, 16)],
+    1024: [(0.004, 4), (0.004, 16), (0.008, 4), (0.008, 16), (0.008, 64), (0.016, 16)],
+    4096: [(0.004, 16), (0.008, 16), (0.008, 64), (0.008, 256), (0.016, 4), (0.016, 16), (0.016, 64)],
+    16384: [(0.008, 16), (0.008, 64), (0.008, 256)],
+    65536: [(0.008, 256), (0.008, 1024)],
+}
 SETTINGS = [
     Setting(rate, embedding=embedding, branch=branch)
-    for rate, embedding, branch in (
-        *((0.004, 64, 4), (0.004, 64, 1), (0.004, 16, 4), (0.008, 1024, 4), (0.016, 4096, 4), (0.002, 64, 4)),
-        *((0.008, 64, 4), (0.004, 256, 4), (0.008, 1024, 16), (0.004, 256, 16), (0.004, 64, 16), (0.002, 256, 16)),
-        *((0.004, 1024, 4), (0.008, 256, 4), (0.008, 256, 16), (0.008, 4096, 16), (0.016, 4096, 16)),
-        *((0.016, 1024, 16), (0.008, 1024, 64), (0.004, 256, 64), (0.008, 16384, 16), (0.008, 4096, 64)),
-        *(
-            (0.004, 1024, 16),
-            (0.004, 4096, 16),
-            (0.016, 4096, 64),
-            (0.008, 16384, 64),
-            (0.008, 16384, 256),
-            (0.008, 4096, 256),
-        ),
-    )
+    for embedding, settings in TRIED.items()
+    for rate, branch in settings
 ]
 #: Factors on the rates of connections.
 CONNECTIONS = (1, 4, 16)

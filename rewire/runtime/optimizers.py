@@ -42,7 +42,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 _WHY = {
     "decays": "That pulls them to 0, which is not a neutral value: it switches branches off, or makes weights equal.",
-    "orthogonalises": "Muon is for matrices that map hidden states. Connection weights are none: train them with Adam.",
+    "orthogonalises": "Muon is for matrices that map hidden states. Connection weights are not: train them with Adam.",
 }
 
 

@@ -116,12 +116,11 @@ def _begun(task: Task, seed: int) -> tuple[nn.Module, Any]:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether tensors of the same shapes have the same numbers."""
-    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
-    return all(
+    """Whether both hold as many tensors, of the same shapes and numbers."""
+    leaves, others = ([x for x in pytree.tree_leaves(of) if isinstance(x, Tensor)] for of in (first, second))
+    return len(leaves) == len(others) and all(
         a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
-        for a, b in pairs
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        for a, b in zip(leaves, others, strict=True)
     )
 
 

@@ -121,7 +121,9 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         check_count("rank", self.rank, 1, optional=True)
         check_choice("form", self.form, get_args(Form))
         if self.rank is not None and self.heads > 1:
-            raise ValueError("rank= and heads= both split the channels: pass one of them.")
+            raise ValueError(
+                "rank= takes keys from the last channels alone, and heads= splits all channels: pass one of them."
+            )
         if self.scaled and (self.additive or self.form == "difference"):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
         if self.separate_norms and not self.qkv:

@@ -296,13 +296,16 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
+    """Without values, only every second add has a branch with weights."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), Experts()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
+        for linear, experts in self.layers:
+            x = x + linear(x)
+            x = x + experts(x)
         return x
 
 
@@ -311,7 +314,7 @@ def test_what_a_model_decides_by_values_is_seen_without_validation() -> None:
     inputs = torch.randn(2, 5, WIDTH)
     rewired = rewire.compile(Routed(), "ancre-ingoing", example_inputs=inputs, validate=False)
     (trunk,) = rewire.inspect(rewired).trunks
-    assert len(trunk.sites) == 3 and not rewire.inspect(rewired).left
+    assert len(trunk.sites) == 6 and not rewire.inspect(rewired).left
 
 
 def test_what_a_model_on_the_meta_device_decides_by_values_is_told(caplog: pytest.LogCaptureFixture) -> None:
