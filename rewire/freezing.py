@@ -177,7 +177,7 @@ def constant_program(connection: Connection) -> tuple[Program, Any]:
         UnsupportedTopology: the weights are not constant, or the program differs from the topology's formulas.
     """
     layout = connection.layout
-    if any(not layout.makes_state(site) for site in layout.posts):
+    if any(site.post and not site.makes_state for site in layout.sites):
         raise UnsupportedTopology(
             "between its residual adds the model scales what is read, or adds to it, and topology "
             f"'{layout.topology.registered_name}' does not keep the result as a state"

@@ -297,7 +297,7 @@ class Boundary:
 
     def __init__(self, connection: Connection, position: int, known: int | None = None) -> None:
         self.connection, self.position, self.name = connection, position, connection.layout.trunk
-        if not connection.layout.closes_unit(position - 1):
+        if not connection.layout.sites[position - 1].closes:
             raise UnsupportedCall(
                 f"trunk '{self.name}' was cut after residual add {position}, in the middle of one of its units: cut it "
                 "between blocks."

@@ -11,6 +11,7 @@ other way to follow moves but not casts, and to convert what it loads. And the d
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -142,9 +143,8 @@ def has_global_hooks() -> bool:
     return nn.modules.module._has_any_global_hook()
 
 
-def writes_to(tensor: Tensor) -> int:
-    """A tensor's version counter: how often it was written to in place; not counted for inference tensors."""
-    return tensor._version
+#: A tensor's version counter: how often it was written to in place; not counted for inference tensors.
+writes_to: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def viewed(tensor: Tensor) -> Tensor | None:

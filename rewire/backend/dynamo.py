@@ -273,7 +273,7 @@ class Backend:
         layout = connections(self._connections)[name].layout
         if len(chain.adds) - 1 not in layout.posts:
             chain.adds[-1].post = []
-        adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
+        adds = [number for number in range(len(chain.adds)) if layout.sites[number].reads_qkv]
         attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
         norms = _norms(graph, chain, layout)
         gate = f"{CONNECTIONS}.{key}"
@@ -423,7 +423,7 @@ def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tup
     if like is None or not uses_kernels(like):
         return {}
     pairs = enumerate(itertools.pairwise(chain.adds), 1)
-    return {n: find_norm(before.result, add.region) for n, (before, add) in pairs if not layout.reads_qkv(n)}
+    return {n: find_norm(before.result, add.region) for n, (before, add) in pairs if not layout.sites[n].reads_qkv}
 
 
 def _both(first: Iterable[_Item], second: Iterable[_Item]) -> tuple[_Item, ...]:

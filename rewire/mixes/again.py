@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -199,18 +199,23 @@ def remember_sums(
         remember(total, way, ctx)
 
 
-@contextlib.contextmanager
-def units_left(count: int) -> Iterator[None]:
+class UnitsLeft:
     """A context that tells `remember_written` how many units follow the one that is written."""
-    before, _THREAD.left = getattr(_THREAD, "left", None), count
-    try:
-        yield
-    finally:
-        _THREAD.left = before
+
+    __slots__ = ("before", "count")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self.before, _THREAD.left = getattr(_THREAD, "left", None), self.count
+
+    def __exit__(self, *error: object) -> None:
+        _THREAD.left = self.before
 
 
 def _keeps_streams() -> bool:
-    """Whether to keep the streams here: outside `units_left`, and where 6, 16, 40, 64, .. units are left.
+    """Whether to keep the streams here: outside `UnitsLeft`, and where 6, 16, 40, 64, .. units are left.
 
     Backward recomputes all streams between two kept ones at once. It begins with few, and takes more as it frees
     memory.
@@ -233,7 +238,7 @@ def remember_written(
     branches: Sequence[Tensor],
     ctx: Any = None,
 ) -> None:
-    """Give ``written`` the recipe ``write(streams, branches)``, inside `units_left`, unless it is to be kept."""
+    """Give ``written`` the recipe ``write(streams, branches)``, inside `UnitsLeft`, unless it is to be kept."""
     if _keeps_streams() or not is_sparing():
         return
     # Detached: otherwise the recipe would hold their graph.

@@ -95,7 +95,9 @@ class Mix:
     def value(self) -> Tensor:
         """The sum, [..., D]."""
         if not (self.sources or self.claims):
-            total = functools.reduce(torch.add, self.added)
+            total = self.added[0]
+            for f in self.added[1:]:
+                total = total + f
             if self.again:
                 with sparing(total):
                     remember_sums([total], self.added, (), _added)
@@ -244,10 +246,12 @@ def _product(
     if not by_product(x):
         return None
     shape, dtype = x.shape, x.dtype
-    if any(other.shape != shape or other.dtype != dtype for other in sources[1:]):
-        return None
-    if len(added) > 0 and any(torch.promote_types(dtype, f.dtype) != dtype for f in added):
-        return None
+    for other in sources:
+        if other.shape != shape or other.dtype != dtype:
+            return None
+    for f in added:
+        if f.dtype != dtype and torch.promote_types(dtype, f.dtype) != dtype:
+            return None
     if isinstance(weights, (list, tuple)) and len(weights) > 3 and all(type(w) is float for w in weights):
         weights = plain.constants(tuple(weights), dtype)
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):

@@ -126,7 +126,7 @@ def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Pl
 def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entered: set[Key]) -> set[Key]:
     """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
     trunk, handed = found.trunks[layout.trunk], set[Key]()
-    separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
+    separate = [number for number in range(len(trunk.sites)) if layout.sites[number].reads_qkv]
     for finding in (finding for finding in found.findings if trunk.name in finding.trunks):
         sites = finding.trunks[trunk.name].sites
         if len(sites) != len(trunk.sites):

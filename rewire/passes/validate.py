@@ -254,7 +254,7 @@ def with_plain_connections(rewired: nn.Module) -> nn.Module:
     plain = shared(rewired)
     for connection in connections(plain).values():
         old, sites = connection.layout, range(len(connection.layout.units))
-        separate = [site + 1 for site in sites if old.reads_qkv(site)]
+        separate = [site + 1 for site in sites if old.sites[site].reads_qkv]
         units = [site + 1 for site in sites]
         connection.become(old.of(Residual(), units, separate))
     return plain

@@ -32,7 +32,7 @@ from rewire.runtime.nested import is_container, mapped, tensors_and_streams, wit
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
-from rewire.runtime.stream import Stream
+from rewire.runtime.stream import Post, Stream
 from rewire.torch_internals import viewed
 
 _CLAMPED = (
@@ -114,7 +114,7 @@ class Depth:
         if isinstance(value, Tensor) and self._holding(value) is not None:  # the value of a stream that is open already
             return value
         if isinstance(value, Stream):
-            return self._enter(value if post else value.settled(), norm)
+            return self._enter(value if post or value.held is None else value.settled(), norm)
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case, an operation's result from the sum
@@ -266,7 +266,8 @@ class Depth:
         live = self._holding(value) if isinstance(value, Tensor) else None
         if live is None or live.stream.complete or live.trunk in alone:
             return value
-        self._check_unchanged(live)
+        if live.overwritten:
+            raise self._overwritten(live)
         live.given = True
         return live.stream
 
@@ -332,12 +333,12 @@ class Depth:
             live = self._holding(item) if isinstance(item, Tensor) else None
             if live is None or live.stream.complete:
                 return item
-            self._check_unchanged(live)
+            if live.overwritten:
+                raise self._overwritten(live)
             left.append(live)
             if isinstance(live.source, Tensor) and live.entry is not None and live.entry.adds_none(live.stream):
                 return live.source
-            cut = live.entry is not None and live.stream.position == live.entry.cut_at
-            return live.unread if cut else live.stream
+            return live.stream
 
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
@@ -379,7 +380,9 @@ class Depth:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        given = [b if isinstance(b, Tensor) else self._branch(b, shortcut) for b in branches]
+        given: tuple[Any, ...] = branches
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            given = tuple([self._branch(branch, shortcut) for branch in branches])
         if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without streams; had one been lost, its end would tell
         if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
@@ -427,17 +430,18 @@ class Depth:
             )
         return live, before
 
-    def _written(self, shortcut: Tensor, branches: list[Tensor], alpha: float, site: int | None) -> Live:
+    def _written(self, shortcut: Tensor, branches: tuple[Tensor, ...], alpha: float, site: int | None) -> Live:
         """Write branches to the stream of a shortcut."""
         live, before = self._shortcut(shortcut)
-        self._check_unchanged(live)
+        if live.overwritten:
+            raise self._overwritten(live)
         if site is not None and live.stream.position != live.first + site:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes residual add {site} of its own, counted from 0, where the "
                 f"stream is at {live.stream.position - live.first}: one before it was left out, or runs again, in a "
                 f"way that rewire does not see. Let an `if` around it change the same variable.{self.advice}"
             )
-        if live.stream.in_post:
+        if isinstance(live.stream.held, Post):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
                 f"of trunk '{live.trunk}' as it is, where other operations followed when the model was "
@@ -445,9 +449,10 @@ class Depth:
             )
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
-        branches = _scaled(branches, alpha)
+        if alpha != 1:
+            branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
-            branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
+            branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)
         return live
 
@@ -483,7 +488,8 @@ class Depth:
                 f"block '{self.block}' ({self.where}) makes the next state of one of two streams, those of trunks "
                 f"{' and '.join(repr(live.trunk) for live in waiting)}, and it is unclear of which.{self.advice}"
             )
-        self._check_unchanged(live)
+        if live.overwritten:
+            raise self._overwritten(live)
 
         return with_item(state, item, index, functools.partial(self._pushed, live, norm, more=more))
 
@@ -579,9 +585,8 @@ class Depth:
         If it is a norm that was computed together with the read, that result is returned. For separate q/k/v inputs,
         it is computed for each of them.
         """
-        live, held = self._held(values)
-        if live is not None and len(values) == 1:
-            known = live.normed_by(function, held)
+        for live in self.live if len(values) == 1 else ():
+            known = live.normed_by(function, *values)
             if known is not None:
                 return known
         return self.separate.apply(function, *values)
@@ -640,14 +645,13 @@ class Depth:
                 return entry
         return None
 
-    def _check_unchanged(self, live: Live) -> None:
-        if live.overwritten:
-            raise OutOfOrder(
-                f"the value of trunk '{live.trunk}' was written to in place in block "
-                f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-                "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore."
-                f"{self.advice}"
-            )
+    def _overwritten(self, live: Live) -> OutOfOrder:
+        return OutOfOrder(
+            f"the value of trunk '{live.trunk}' was written to in place in block "
+            f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
+            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore."
+            f"{self.advice}"
+        )
 
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream, layout = live.entry, live.stream, live.stream.layout
@@ -694,8 +698,8 @@ def _root(x: Tensor) -> Tensor:
     return x if base is None else base
 
 
-def _scaled(branches: list[Tensor], alpha: float) -> list[Tensor]:
-    return branches if alpha == 1 else [branch * alpha for branch in branches]
+def _scaled(branches: tuple[Tensor, ...], alpha: float) -> tuple[Tensor, ...]:
+    return branches if alpha == 1 else tuple([branch * alpha for branch in branches])
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall
-from rewire.topologies.base import Dims, Recurrence, States, Topology, as_recurrence
+from rewire.topologies.base import Dims, States, Topology, as_recurrence
 from rewire.torch_internals import memory_of
+
+
+class Site(NamedTuple):
+    """One residual add of a trunk.
+
+    Attributes:
+        unit: number of its unit, from 1.
+        begins, closes: whether it is the first, or the last, add of its unit.
+        reads_qkv: whether its branch begins with an attention that has separate q/k/v inputs.
+        post: whether an operation of the model follows its sum before the next branch reads it.
+        makes_state: whether that operation makes a state of the topology, rather than what the next branch reads.
+        left: number of units after its own.
+    """
+
+    unit: int
+    begins: bool
+    closes: bool
+    reads_qkv: bool
+    post: bool
+    makes_state: bool
+    left: int
 
 
 class Layout:
@@ -32,6 +53,8 @@ class Layout:
         overwritten: those of ``posts`` whose result the next residual add writes to in place.
 
     Attributes:
+        sites: the residual adds, in order.
+        recurrence: the topology, if it is a `Recurrence`; else None.
         posts: the argument, without the last site if the topology does not store sums as states: the stream then ends
             before that site's post.
         channels_are_last: whether the last dimension that topologies see is known to be the channels.
@@ -57,13 +80,23 @@ class Layout:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
-        self.posts = frozenset(posts) - ({len(units) - 1} if as_recurrence(topology) is None else set())
+        self.recurrence = as_recurrence(topology)
+        self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
         self.overwritten = frozenset(overwritten)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
+        self.sites = tuple(map(self._site, range(len(self.units))))
+
+    def _site(self, number: int) -> Site:
+        unit, end = self.units[number], len(self.units)
+        begins = number == 0 or self.units[number - 1] != unit
+        closes = number + 1 == end or self.units[number + 1] != unit
+        post, makes_state = number in self.posts, closes and self.recurrence is not None
+        reads_qkv = begins and unit in self.dims.attention
+        return Site(unit, begins, closes, reads_qkv, post, post and makes_state, self.dims.depth - unit)
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""
@@ -71,30 +104,9 @@ class Layout:
         return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
 
     @property
-    def recurrence(self) -> Recurrence:
-        """The topology as a `Recurrence`; only asked for where a sum becomes a state or waits for a norm."""
-        recurrence = as_recurrence(self.topology)
-        assert recurrence is not None
-        return recurrence
-
-    @property
     def keeps_branches(self) -> bool:
         """Whether branch outputs are saved for backward, so that sums inside a unit can be recomputed from them."""
-        return hasattr(getattr(self.topology, "merge", None), "repeatable")
-
-    def makes_state(self, site: int) -> bool:
-        """Whether a site's post makes a state of the topology, rather than what the next branch reads."""
-        return self.closes_unit(site) and as_recurrence(self.topology) is not None
-
-    def begins_unit(self, site: int) -> bool:
-        return site == 0 or self.units[site - 1] != self.units[site]
-
-    def closes_unit(self, site: int) -> bool:
-        return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
-
-    def reads_qkv(self, site: int) -> bool:
-        """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.units[site] in self.dims.attention and self.begins_unit(site)
+        return self.recurrence is not None and self.recurrence.merges_again
 
     def check_passes(self, first: int, end: int) -> None:
         """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.

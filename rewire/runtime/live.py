@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Post, Reading, Stream, version, written_since
+from rewire.runtime.stream import Post, Reading, Stream, version
 from rewire.topologies.base import QKVInputs
+from rewire.torch_internals import writes_to
 
 
 @dataclasses.dataclass
@@ -72,10 +73,8 @@ class Live:
 
     Attributes:
         stream: the stream after the last read.
-        unread: the stream before the last read.
         values: tensors that stand for the stream's value: the value that was read, and casts of it.
-        versions: version counter of each of the values when it was made.
-        recorded: whether each of the values required gradients then.
+        before: of each of the values when it was made, the version counter, and whether it required gradients.
         trunk: name of the trunk.
         source: the stream that came in, or the tensor with which the trunk starts.
         norm, normed: a norm and its output for the value, if both were computed together.
@@ -89,12 +88,11 @@ class Live:
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
-        self.stream = self.unread = stream
+        self.stream = stream
         self.entry, self.start, self.first = entry, stream.position, stream.position
         self.trunk, self.source = stream.layout.trunk, source
         self.values: list[Tensor] = []
-        self.versions: list[int | None] = []
-        self.recorded: list[bool] = []
+        self.before: list[tuple[int | None, bool]] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
@@ -105,45 +103,49 @@ class Live:
     @property
     def overwritten(self) -> bool:
         """Whether the value was written to or detached in place after it was read."""
-        for value, had in zip(self.values, self.recorded, strict=True):
-            if had and not value.requires_grad:
-                return True
-        held = self.stream.held
+        held, matters = self.stream.held, True
         if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
-            lent = held.reading is not None and held.sum is held.reading.parts[0]
-            return lent and written_since(self.values[0], self.versions[0])
-        return any(map(written_since, self.values, self.versions))
+            matters = held.reading is not None and held.sum is held.reading.parts[0]
+        for value, (before, recorded) in zip(self.values, self.before, strict=True):
+            if recorded and not value.requires_grad:
+                return True
+            if matters and before is not None and writes_to(value) != before:
+                return True
+            matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
+        return False
 
     def also(self, value: Tensor) -> None:
         """Add a cast or clone of the value to the tensors that stand for it."""
         self.values.append(value)
-        self.versions.append(version(value))
-        self.recorded.append(value.requires_grad)
+        self.before.append((version(value), value.requires_grad))
 
-    def normed_by(self, norm: Any, value: Tensor) -> Tensor | None:
+    def normed_by(self, norm: Any, value: Any) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
-        same = self.norm is norm and value is self.values[0] and not written_since(value, self.versions[0])
-        return self.normed if same else None
+        if self.norm is not norm or value is not self.values[0]:
+            return None
+        before, _ = self.before[0]
+        return self.normed if before is None or writes_to(value) == before else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""
-        stream = self.unread = self.stream
+        stream = self.stream
+        position, sites, entry = stream.position, stream.layout.sites, self.entry
         in_post = isinstance(stream.held, Post)
         if not in_post and torch.is_grad_enabled() != stream.weights.recorded:
             stream.check_recorded()  # but statistics of a mere sum may be computed under no_grad
         self.norm = self.normed = self.qkv = None
         self.parts = []
-        if norm is not None and stream.position == 0 and stream.placement is None:
+        if norm is not None and position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
-        if stream.complete:
-            value = stream.finish()
-        elif in_post:
+        if in_post:
             value = stream.value()
-        elif self.entry is not None and stream.position == self.entry.cut_at:
+        elif position == len(sites):
+            value = stream.finish()
+        elif entry is not None and position == entry.cut_at:
             value = stream.unread()
-        elif stream.position == 0 and isinstance(self.source, Tensor) and self.entry and self.entry.read_below:
+        elif position == 0 and isinstance(self.source, Tensor) and entry is not None and entry.read_below:
             value = self.source
-        elif norm is not None and not stream.layout.reads_qkv(stream.position):
+        elif norm is not None and not sites[position].reads_qkv:
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm
         else:
@@ -151,5 +153,5 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.versions, self.recorded = [value], [version(value)], [value.requires_grad]
+        self.values, self.before = [value], [(version(value), value.requires_grad)]
         return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
-from rewire.mixes.again import norm_again, units_left
+from rewire.mixes.again import UnitsLeft, norm_again
 from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
-from rewire.runtime.layout import Layout
+from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
-from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
+from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, writes_to
 
 
@@ -157,7 +157,7 @@ class Stream(TensorLike):
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units) and not isinstance(self.held, Post)
+        return self.position == len(self.layout.sites) and not isinstance(self.held, Post)
 
     @property
     def in_post(self) -> bool:
@@ -204,7 +204,7 @@ class Stream(TensorLike):
         value, states = self._due()
         if not isinstance(value, QKVInputs):
             value = materialize(value)
-            if not self.layout.reads_qkv(self.position):
+            if not self.layout.sites[self.position].reads_qkv:
                 return self._out(value), self._read_as(states, value)
             value = QKVInputs(value, value, value, value)
         return self._out(value), self._read_as(states, value.residual, value)
@@ -214,14 +214,15 @@ class Stream(TensorLike):
 
         Not for separate q/k/v inputs.
         """
-        layout, (due, states) = self.layout, self._due()
+        due, states = self._due()
         assert not isinstance(due, QKVInputs)
-        if self.wraps:  # the norm takes a DTensor, like the model's other modules
+        if self.placement is not None and self.wraps:  # the norm takes a DTensor, like the model's other modules
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
-        again = layout.topology.norms_again and torch.is_grad_enabled()
-        alone = functools.partial(norm_again, norm) if again else norm
+        alone = norm
+        if torch.is_grad_enabled() and self.layout.topology.norms_again:
+            alone = functools.partial(norm_again, norm)
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
         return value, normed, self._read_as(states, value)
 
@@ -229,12 +230,11 @@ class Stream(TensorLike):
         """What the next branch reads, perhaps a sum yet to be computed, and the states after the read."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
-            unit = layout.units[self.position - 1]
-            return layout.recurrence.merge(self.states, self.weights.value, unit, *held.branches), self.states
+            return self._merge(layout.sites[self.position - 1], held.branches), self.states
         if isinstance(held, Reading):
             single = len(held.parts) == 1
             return held.parts[0] if single else Mix(added=held.parts, again=layout.keeps_branches), self.states
-        read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
+        read = layout.topology.read(self.states, self.weights.value, layout.sites[self.position].unit)
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")
         value, states = read
@@ -258,7 +258,8 @@ class Stream(TensorLike):
             return stream._read_as(stream._due()[1], value, qkv)
         if self.layout.observe is not None:
             self.layout.observe("read", self.position, value)
-        return self._with(states, Reading((value,), held.branch if isinstance(held, Reading) else None, qkv))
+        reading = Reading((value,), held.branch if isinstance(held, Reading) else None, qkv)
+        return Stream(states, reading, self.weights, self.layout, self.position, self.placement)
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here, for code other than the next block or the trunk's end.
@@ -292,9 +293,9 @@ class Stream(TensorLike):
             OutOfOrder: one was.
         """
         if self.weights.loans:
-            written = any(written_since(*loan) for loan in self.weights.loans)
+            loans = [] if torch.compiler.is_compiling() else self.weights.loans
             self.weights.loans = []
-            if written:
+            if any(before is not None and writes_to(value) != before for value, before in loans):
                 raise self.written_to("through a view")
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
@@ -329,7 +330,7 @@ class Stream(TensorLike):
         """The stream with ``value`` in place of what was read."""
         assert isinstance(self.held, Reading)
         (read,), branch, qkv = self.held.parts, self.held.branch, self.held.qkv
-        value = self._in(value)
+        (value,) = self._fitted((value,), self.held, "what was read was replaced by")
         change = value - read if branch is None else branch + (value - read)
         return self._with(self.states, Reading((value,), change, None if qkv is None else qkv.instead(value)))
 
@@ -366,19 +367,21 @@ class Stream(TensorLike):
             OutOfOrder: the trunk has no further residual add.
             WidthMismatch: the shape of a branch is not that of the stream.
         """
-        branches = self._fitted(branches)
-        if not isinstance(self.held, Reading):
+        layout, reading = self.layout, self.held
+        if not isinstance(reading, Reading):
+            self._check_incomplete()
             return self.read()[1].write(*branches)
-        self._seen("write", branches)
-        layout, site, reading = self.layout, self.position, self.held
+        site, branches = layout.sites[self.position], self._fitted(branches, reading)
+        if layout.observe is not None:
+            layout.observe("write", self.position, branches)
         outputs = branches if reading.branch is None else (reading.branch, *branches)
-        if site in layout.posts and layout.makes_state(site):
-            return self._with(self.states, Post(self._merged(outputs)), adds=1)
-        if layout.closes_unit(site):  # the topology adds the branches up, in one pass with its states
-            stream = self._written(outputs)
+        if site.makes_state:
+            return self._with(self.states, Post(self._merged(site, outputs)), adds=1)
+        if site.closes:  # the topology adds the branches up, in one pass with its states
+            stream = self._written(site, outputs)
         else:
             stream = self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
-        return stream._to_be_changed() if site in layout.posts else stream
+        return stream._to_be_changed() if site.post else stream
 
     def _to_be_changed(self) -> Stream:
         """The stream that waits for the post of a sum that the next branch reads."""
@@ -386,26 +389,28 @@ class Stream(TensorLike):
         assert isinstance(stream.held, Reading)
         return stream._with(stream.states, Post(stream.held.parts[0], stream.held))
 
-    def _written(self, branches: Sequence[Tensor]) -> Stream:
+    def _written(self, site: Site, branches: tuple[Tensor, ...]) -> Stream:
         """The stream after the last residual add of a unit with these branch outputs."""
-        layout = self.layout
-        unit, moved = layout.units[self.position], tuple(branches)
+        layout, topology, weights = self.layout, self.layout.topology, self.weights.value
         if layout.channel_dim != -1:
-            moved = tuple(map(layout.channels_last, moved))
-        if _may_wait(moved[0]):
-            recurrence = as_recurrence(layout.topology)
-            if recurrence is not None and recurrence.reads_newest:
-                return self._with(self.states, Unsummed(moved), adds=1)
-        if torch.compiler.is_compiling():
-            return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
-        with units_left(layout.units[-1] - unit):
-            return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
+            branches = tuple(map(layout.channels_last, branches))
+        if layout.recurrence is not None and layout.recurrence.reads_newest and _may_wait(branches[0]):
+            return self._with(self.states, Unsummed(branches), adds=1)
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+            states = topology.write(self.states, weights, site.unit, *branches)
+        else:
+            with UnitsLeft(site.left):
+                states = topology.write(self.states, weights, site.unit, *branches)
+        return Stream(states, None, self.weights, layout, self.position + 1, self.placement)
 
-    def _merged(self, branches: Sequence[Tensor]) -> Tensor:
+    def _merged(self, site: Site, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, of which the model makes the state for `push`."""
-        layout, unit = self.layout, self.layout.units[self.position]
-        moved = map(layout.channels_last, branches)
-        return self._restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
+        return self._restored(materialize(self._merge(site, map(self.layout.channels_last, branches))))
+
+    def _merge(self, site: Site, branches: Iterable[Tensor]) -> Tensor | Mix:
+        """``x_t`` of a `Recurrence`, before a post."""
+        assert self.layout.recurrence is not None
+        return self.layout.recurrence.merge(self.states, self.weights.value, site.unit, *branches)
 
     def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after an add's post made ``state`` of its sum; ``more``: other operations may follow.
@@ -431,9 +436,10 @@ class Stream(TensorLike):
     def _pushed(self, state: Tensor) -> Stream:
         if self.reading is not None:
             return self._with(self.states, self.reading)._changed(state)
-        layout, state = self.layout, self.layout.channels_last(self._in(state))
-        states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._with(states)
+        layout, recurrence = self.layout, self.layout.recurrence
+        assert recurrence is not None
+        unit, state = layout.sites[self.position - 1].unit, layout.channels_last(self._in(state))
+        return self._with(recurrence.push(self.states, self.weights.value, unit, state))
 
     def settled(self) -> Stream:
         """The stream, with the sum as its state if it still waits for a post: no operation of it ran."""
@@ -545,24 +551,32 @@ class Stream(TensorLike):
         made = {id(x): self.placement.wrapped(x) for x in given}
         return QKVInputs(*(made[id(x)] for x in given))
 
-    def _fitted(self, branches: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """``branches``, expanded to the stream's shape."""
-        complete = self.complete
-        if complete and self.layout.loops:
+    def _check_incomplete(self) -> None:
+        """Check that the trunk has a residual add left.
+
+        Raises:
+            OutOfOrder: it has none.
+        """
+        if self.complete and self.layout.loops:
             raise self.layout.other_passes()
-        if complete:
+        if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
+
+    def _fitted(
+        self, branches: tuple[Tensor, ...], reading: Reading, what: str = "the branch returns"
+    ) -> tuple[Tensor, ...]:
+        """``branches``, expanded to the shape of what was read; ``what`` they are, for messages."""
         if self.position == 0 and self.placement is None:
             for branch in branches:
                 check_whole(branch, self.layout.channel_dim, self.layout.trunk)
-        expected = self.template.shape
+        expected = reading.parts[0].shape
         if self.placement is None and len(branches) == 1 and branches[0].shape == expected:
             return branches
         branches = tuple(map(self._in, branches))
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(
-                    f"trunk '{self.layout.trunk}', residual add {self.position}: the branch returns "
+                    f"trunk '{self.layout.trunk}', residual add {self.position}: {what} "
                     f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
                     "need one shape; pass trunks=[...] to leave this trunk out."
                     + " (Weights per channel need channels in a dimension of their own.)"
@@ -585,12 +599,7 @@ def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
 
 def version(value: Tensor) -> int | None:
     """A tensor's version counter; None if writes to it are not counted."""
-    return None if torch.compiler.is_compiling() or value.is_inference() else writes_to(value)
-
-
-def written_since(value: Tensor, before: int | None) -> bool:
-    """Whether a tensor was written to since its `version` was ``before``, as far as that is counted."""
-    return before is not None and not torch.compiler.is_compiling() and writes_to(value) != before
+    return None if torch.compiler.is_dynamo_compiling() or value.is_inference() else writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

@@ -301,6 +301,12 @@ class Recurrence(Topology[W]):
 
     #: Whether units read the newest state just as `push` got it: then `merge` may be delayed until the next read.
     reads_newest: ClassVar[bool] = False
+    #: Whether `merge` is decorated with `repeatable`.
+    merges_again: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.merges_again = hasattr(cls.merge, "repeatable")
 
     @abstractmethod
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
@@ -311,7 +317,7 @@ class Recurrence(Topology[W]):
         """States with ``x`` as ``x_t``."""
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        if not hasattr(self.merge, "repeatable"):
+        if not self.merges_again:
             return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
         before = len(states) - 1
 

@@ -60,6 +60,10 @@ class Few(Free):
         """Whether read t is a mix."""
         return t in self.sources
 
+    def passes_by(self, t: int) -> bool:
+        """Whether read t is the newest state, and no later read mixes that: the history stays as it is."""
+        return t not in self.sources and not (self.states and self._last.get(t - 1, 0) > t)
+
     def __getitem__(self, t: int) -> Any:
         """The weights of read t."""
         return self._rows[t]

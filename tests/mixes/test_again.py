@@ -263,7 +263,7 @@ def test_memory_is_kept_every_few_units() -> None:
     """Of new streams all but these are freed when the next unit has written: few near the end."""
     x, seen = torch.randn(5, 4, WIDTH, requires_grad=True), list[Any]()
     for left in reversed(range(62)):
-        with again.units_left(left):
+        with again.UnitsLeft(left):
             x = combine(x, torch.rand(5, 5, 4), [torch.randn(5, 1, WIDTH)])
         with again.sparing(x):
             seen.append((left, again.recipe_of(x)))

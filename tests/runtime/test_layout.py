@@ -13,8 +13,8 @@ from rewire.topologies.base import Dims
 def test_layout_opens_and_closes_units() -> None:
     layout = Layout("trunk", Residual(), (1, 2, 2, 3))
     assert layout.dims == Dims(3)
-    assert [layout.begins_unit(site) for site in range(4)] == [True, True, False, True]
-    assert [layout.closes_unit(site) for site in range(4)] == [True, False, True, True]
+    assert [site.begins for site in layout.sites] == [True, True, False, True]
+    assert [site.closes for site in layout.sites] == [True, False, True, True]
 
 
 class Picture(nn.Module):

@@ -323,7 +323,7 @@ class AttendsLater(Block):
 def test_what_is_read_apart_behind_a_write_is_validated(key: str, caplog: pytest.LogCaptureFixture) -> None:
     """The oracle runs a block once more for each of queries, keys and values, and a block writes to what it gets."""
     rewired = rewire.compile(net(AttendsLater), key, granularity="sublayer", example_inputs=(vectors(),))
-    assert not caplog.records and all(one.layout.reads_qkv(1) for one in rewire.connections(rewired).values())
+    assert not caplog.records and all(one.layout.sites[1].reads_qkv for one in rewire.connections(rewired).values())
 
 
 class Twice(Block):

@@ -108,7 +108,7 @@ class _Script:
             for chain in found.passes(name):
                 self._start(chain, len(self.trunks))
                 self._adds(chain, len(self.trunks), layout)
-                separate = [n for n in range(len(chain.adds)) if layout.reads_qkv(n)]
+                separate = [n for n in range(len(chain.adds)) if layout.sites[n].reads_qkv]
                 self.reads.append([self._read(found, name, chain, n, patterns) for n in separate])
                 self.trunks.append((name, layout))
                 firsts.append(chain.adds[0].op.index)

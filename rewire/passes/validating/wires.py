@@ -52,25 +52,25 @@ class Wires:
         Behind the last one of a unit that is what is read next; inside a unit, and where the model makes the next state
         of it (`push`), the sum.
         """
-        layout, site = self.layout, self.site
+        layout, site = self.layout, self.layout.sites[self.site]
         new = [_exact(branch.expand_as(plain)) for branch in branches]
-        self._branches, self.site, self.qkv = [*self._branches, *new], site + 1, None
+        self._branches, self.site, self.qkv = [*self._branches, *new], self.site + 1, None
         with plainly(), outside_autocast(plain.device):
-            if not layout.closes_unit(site):
+            if not site.closes:
                 self._exact = total((self._exact, *new))
                 return self._rounded(plain)  # which `push` may change
             f, self._branches = self._last(total(tuple(self._branches))), []
-            if site in layout.posts and layout.makes_state(site):
-                merged = layout.recurrence.merge(self._states, self.weights, layout.units[site], f)
+            if site.makes_state and layout.recurrence is not None:
+                merged = layout.recurrence.merge(self._states, self.weights, site.unit, f)
                 self._exact = layout.restored(materialize(merged))
                 return self._rounded(plain)
-            self._states = self.topology.write(self._states, self.weights, layout.units[site], f)
+            self._states = self.topology.write(self._states, self.weights, site.unit, f)
             return self._read(plain)
 
     def push(self, state: Tensor) -> Tensor:
         """What is read after the operations behind an add have made ``state`` of its sum."""
-        unit, exact = self.layout.units[self.site - 1], _exact(state)
-        if not self.layout.makes_state(self.site - 1):
+        site, recurrence, exact = self.layout.sites[self.site - 1], self.layout.recurrence, _exact(state)
+        if recurrence is None or not site.makes_state:
             change = exact - self._exact
             self._branches, self._exact = [*self._branches, change], exact
             self.qkv = self.qkv and {way: (x + change).to(x.dtype) for way, x in self.qkv.items()}
@@ -78,7 +78,7 @@ class Wires:
         with plainly(), outside_autocast(state.device):
             if _is_cut(self.value, state):  # then the earlier states, too, are without gradients from here on
                 self._states = self.topology.viewed(self._states, Tensor.detach)
-            self._states = self.layout.recurrence.push(self._states, self.weights, unit, self._last(exact))
+            self._states = recurrence.push(self._states, self.weights, site.unit, self._last(exact))
             return self._read(state)
 
     def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> None:
