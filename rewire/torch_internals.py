@@ -193,6 +193,7 @@ def writes_to_argument(operator: Any) -> bool:
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _function_modes = getattr(torch._C, "_len_torch_function_stack", None)
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+_is_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -212,15 +213,14 @@ def under_functorch() -> bool:
     return _transforms_active is None or _transforms_active()
 
 
-def in_forward_mode() -> bool:
-    """Whether forward-mode AD is running; if that cannot be told, yes: then autograd computes gradients."""
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+def in_transform() -> bool:
+    """Whether a transform of torch.func or forward-mode AD is running; if that cannot be told, yes."""
+    return under_functorch() or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
 def is_followed() -> bool:
-    """Whether any of these, or ``torch.jit.trace``, is active."""
-    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return in_dispatch_mode() or under_functorch() or in_forward_mode() or tracing
+    """Whether a dispatch mode, such a transform, or ``torch.jit.trace`` is active."""
+    return _dispatch_modes is None or _dispatch_modes() > 0 or in_transform() or _is_tracing()
 
 
 def is_batch_of_gradients(grad: Tensor) -> bool:

@@ -110,7 +110,7 @@ import sys; sys.modules["torch._C._dynamo.guards"] = None
 import rewire
 from rewire import torch_internals as internals
 x = torch.ones(2)
-assert internals.in_dispatch_mode() and internals.under_functorch() and internals.in_forward_mode()
+assert internals.in_dispatch_mode() and internals.under_functorch() and internals.in_transform()
 assert internals.is_batch_of_gradients(x) and internals.saved_tensor_hooks() == (None, None)
 assert internals.tensor_guards([x]) is None
 module = torch.nn.Linear(1, 1)
@@ -338,7 +338,7 @@ def test_transforms_are_known() -> None:
     seen = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append((internals.under_functorch(), internals.in_forward_mode()))
+        seen.append((internals.under_functorch(), internals.in_transform()))
         return x.square().sum()
 
     x = torch.ones(2)
@@ -347,7 +347,7 @@ def test_transforms_are_known() -> None:
     torch.func.vmap(function)(x[None])
     with torch.autograd.forward_ad.dual_level():
         function(torch.autograd.forward_ad.make_dual(x, x))
-    assert seen == [(False, False), (True, False), (True, False), (False, True)]
+    assert seen == [(False, False), (True, True), (True, True), (False, True)]
 
 
 def test_batches_of_gradients_are_known() -> None:

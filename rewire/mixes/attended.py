@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, switch
-from rewire.mixes.autograd import by_torch
+from rewire.mixes.autograd import by_product, by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
 from rewire.mixes.by_state import ByState, first_mixes
 from rewire.mixes.claimed import Claimed, ClaimedHistory, Table
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
 from rewire.mixes.history import History, Row, Scores
-from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
+from rewire.mixes.mix import Attended, Mix, pending_mix, softmax, summed_by_product
 from rewire.mixes.tokens import inverse_rms
 
 EPS = 1e-6  # of the norm in scores
@@ -102,6 +102,8 @@ class AttendedHistory(History):
         if number == 0:
             return [self.states[0]]
         shares, _ = softmax(self._stacked(number), self.table.scaled)
+        if by_product(self.states[0]):
+            return [summed_by_product(self.states, shares.squeeze(-1).movedim(0, -1))]
         return [pending_mix(self.states, None, scores=shares.unbind())]
 
     def scores_of(self, row: Row) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.kernel import noting
-from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, is_followed, under_functorch
+from rewire.torch_internals import in_transform, is_batch_of_gradients, is_followed
 
 _THREAD = threading.local()
 #: Number of elements up to which copying tensors costs less than another call.
@@ -45,16 +45,14 @@ def by_product(x: Tensor) -> bool:
 
     For few elements, as in decoding, the cost of an operation is its call. With gradients, the copies would be kept.
     """
-    if torch.is_grad_enabled() or not exact_products(x) or x.numel() > _FEW:
+    if torch.is_grad_enabled() or not exact_products(x) or x.numel() > _FEW or switch.INTERPRETED:
         return False
-    if switch.INTERPRETED or noting() or getattr(_THREAD, "plainly", False):
-        return False
-    return not (is_followed() or torch.is_autocast_enabled("cpu"))
+    return not (noting() or getattr(_THREAD, "plainly", False) or is_followed() or torch.is_autocast_enabled("cpu"))
 
 
 def exact_products(x: Tensor) -> bool:
     """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
-    if torch.compiler.is_compiling() or not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_dynamo_compiling() or not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
         return False
     return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
 
@@ -75,7 +73,7 @@ def plainly() -> Iterator[None]:
 
 
 def _transforms() -> bool:
-    return under_functorch() or in_forward_mode() or getattr(_THREAD, "plainly", False)
+    return getattr(_THREAD, "plainly", False) or in_transform()
 
 
 def by_torch(grad: Tensor | None) -> bool:

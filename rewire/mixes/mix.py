@@ -254,18 +254,26 @@ def _product(
             return None
     if isinstance(weights, (list, tuple)) and len(weights) > 3 and all(type(w) is float for w in weights):
         weights = plain.constants(tuple(weights), dtype)
-    if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
+    if weights is not None and not (isinstance(weights, Tensor) and weights.dim() in (1, 2)):
         return None
-    if not scores:
+    if any(s.shape != (*shape[:-1], 1) for s in scores):
+        return None
+    if weights is not None and weights.dim() == 2:  # one per channel
+        factors = torch.stack(tuple(scores), -2) + weights if scores else weights
+        product = (torch.stack(tuple(sources), -2) * factors).sum(-2, dtype=dtype)
+    elif scores:
+        table = torch.cat(tuple(scores), -1)
+        product = summed_by_product(sources, table if weights is None else table + weights)
+    else:
         assert weights is not None
         product = torch.stack(tuple(sources), -1) @ (weights if weights.dtype == dtype else weights.to(dtype))
-    elif any(s.shape != (*shape[:-1], 1) for s in scores):
-        return None
-    else:
-        table = torch.cat(tuple(scores), -1)
-        table = (table if weights is None else table + weights).to(dtype)
-        product = (table.unsqueeze(-2) @ torch.stack(tuple(sources), -2)).squeeze(-2)
     return functools.reduce(Tensor.add_, added, product)
+
+
+def summed_by_product(sources: Sequence[Tensor], table: Tensor) -> Tensor:
+    """``sum_i table[..., i] x_i`` as one matrix product."""
+    stacked = torch.stack(tuple(sources), -2)
+    return (table.to(stacked.dtype).unsqueeze(-2) @ stacked).squeeze(-2)
 
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
