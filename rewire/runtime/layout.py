@@ -22,6 +22,7 @@ class Site(NamedTuple):
         reads_qkv: whether its branch begins with an attention that has separate q/k/v inputs.
         post: whether an operation of the model follows its sum before the next branch reads it.
         makes_state: whether that operation makes a state of the topology, rather than what the next branch reads.
+        norm_again: whether backward recomputes the norm of what its branch reads.
         left: number of units after its own.
     """
 
@@ -31,6 +32,7 @@ class Site(NamedTuple):
     reads_qkv: bool
     post: bool
     makes_state: bool
+    norm_again: bool
     left: int
 
 
@@ -88,15 +90,14 @@ class Layout:
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
-        self.sites = tuple(map(self._site, range(len(self.units))))
-
-    def _site(self, number: int) -> Site:
-        unit, end = self.units[number], len(self.units)
-        begins = number == 0 or self.units[number - 1] != unit
-        closes = number + 1 == end or self.units[number + 1] != unit
-        post, makes_state = number in self.posts, closes and self.recurrence is not None
-        reads_qkv = begins and unit in self.dims.attention
-        return Site(unit, begins, closes, reads_qkv, post, post and makes_state, self.dims.depth - unit)
+        again, sites = topology.norms_again(self.dims), list[Site]()
+        neighbours = zip((0, *self.units[:-1]), self.units, (*self.units[1:], 0), strict=True)
+        for number, (before, unit, following) in enumerate(neighbours):
+            begins, closes, post = before != unit, unit != following, number in self.posts
+            reads_qkv, makes_state = begins and unit in self.dims.attention, closes and self.recurrence is not None
+            left = self.dims.depth - unit
+            sites.append(Site(unit, begins, closes, reads_qkv, post, post and makes_state, unit in again, left))
+        self.sites = tuple(sites)
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""

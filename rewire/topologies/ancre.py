@@ -32,7 +32,6 @@ class Destinations(Dense[W]):
     cascade: Cascade = "replace"
 
     granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
-    norms_again: ClassVar[bool] = False
     reads_newest: ClassVar[bool] = True
     first: ClassVar[int] = 1
 
@@ -69,6 +68,9 @@ class Destinations(Dense[W]):
             kept = [Term(f"x{t - 1}", 1.0, fixed=True)] if self.cascade == "keep" else []
             rows.append([*kept, *(Term(f"x{i}", p) for i, p in terms)])
         return recurrence(rows)
+
+    def norms_again(self, dims: Dims) -> tuple[()]:
+        return ()
 
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         return states[0]

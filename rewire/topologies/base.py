@@ -123,8 +123,6 @@ class Topology(ABC, Generic[W]):
     reads_qkv: ClassVar[bool] = False
     #: Whether q, k and v each get their own norm before the projections: learned copies, which start equal.
     separate_norms: bool = False
-    #: Whether backward recomputes what it needs of the norms of reads; False if a unit keeps no more than before.
-    norms_again: ClassVar[bool] = True
     #: Names of learned weights that are matrices applied to states, like a model's own linear maps.
     matrices: ClassVar[frozenset[str]] = frozenset()
     #: Names of learned weights that multiply whole states: their natural scale is `OF_STATES`.
@@ -157,6 +155,10 @@ class Topology(ABC, Generic[W]):
     def attention_units(self, dims: Dims) -> Collection[int]:
         """The units in ``dims.attention`` whose queries, keys and values get separate inputs."""
         return dims.attention
+
+    def norms_again(self, dims: Dims) -> Collection[int]:
+        """The units where backward recomputes the norm of what is read, as they would keep more than the model does."""
+        return range(1, dims.depth + 1)
 
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:

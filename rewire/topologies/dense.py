@@ -114,6 +114,9 @@ class _Dense(Topology[W]):
     def attention_units(self, dims: Dims) -> Collection[int]:
         return dims.attention.intersection(self.mixing(dims)) if self.few else dims.attention
 
+    def norms_again(self, dims: Dims) -> Collection[int]:
+        return self.wired(dims) if self.few else super().norms_again(dims)
+
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         """The inputs of unit t with separate reads; empty if it has one read for all; None if it reads no mix."""
         chosen: tuple[Channel, ...] = getattr(self, "channels", None) or CHANNELS

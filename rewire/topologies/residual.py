@@ -29,7 +29,9 @@ class Residual(FirstOrder[None]):
 
     granularity: ClassVar[Granularity] = "sublayer"
     reads_newest: ClassVar[bool] = True
-    norms_again: ClassVar[bool] = False
+
+    def norms_again(self, dims: Dims) -> tuple[()]:
+        return ()
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No parameters."""
