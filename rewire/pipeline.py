@@ -323,7 +323,7 @@ class Boundary:
         """The message that is sent; appends the stream's tensors to ``kept``."""
         stream = stream.summed()
         states, structure = _flat(stream)
-        if stream.position != self.position or not stream.at_rest or structure != self.structure:
+        if stream.position != self.position or stream.held is not None or structure != self.structure:
             raise UnsupportedCall(
                 f"the stream of trunk '{self.name}' leaves a stage after residual add {stream.position}, in another "
                 f"form than the next stage takes after residual add {self.position}: cut the model between blocks, "

@@ -324,7 +324,7 @@ def test_a_cut_inside_a_unit() -> None:
     x = torch.randn(2, 3, worker.WIDTH)
     model = rewire.compile(Halves(), "ancre-ingoing", example_inputs=(x,))
     (connection,) = rewire.connections(model).values()
-    connection.layout.units = (1, 1, 2, 2)
+    connection.layout = connection.layout.of(connection.layout.topology, (1, 1, 2, 2))
     with pytest.raises(rewire.UnsupportedCall, match=r"after residual add 1, in the middle of one of its units"):
         Boundary(connection, 1)
 

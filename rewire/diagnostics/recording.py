@@ -120,9 +120,8 @@ def replace(
 def rederive(copied: nn.Module, trunk: str, base: type, **attributes: object) -> None:
     """Give a trunk of this copy its topology with methods of ``base`` in place of its own."""
     connection = connections(copied)[trunk]
-    layout = copy.copy(connection.layout)
-    layout.topology = derived(layout.topology, base, **attributes)
-    connection.layout = layout
+    layout = connection.layout
+    connection.layout = layout.of(derived(layout.topology, base, **attributes), attention=layout.dims.attention)
 
 
 def derived(topology: Topology, base: type, **attributes: object) -> Topology:

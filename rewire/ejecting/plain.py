@@ -21,6 +21,9 @@ from rewire.mixes.history import Free, History, Row
 from rewire.mixes.mix import _by_autograd, mix
 from rewire.mixes.tokens import _Project, _ProjectNormed, at_least_zero, outside_autocast, project
 
+#: Nothing has to be told how many units are left.
+UnitsLeft = contextlib.nullcontext
+
 
 class Watched(nn.Module):
     """Base of connections, which are not watched here."""

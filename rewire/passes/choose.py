@@ -9,7 +9,7 @@ from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
 from rewire.logs import rewrite as log
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology, make_topology
-from rewire.topologies.base import Dims, Start, as_recurrence
+from rewire.topologies.base import Dims, Recurrence, Start
 from rewire.topologies.registry import placed_topology
 from rewire.trunk import Trunk
 
@@ -111,7 +111,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"adds of trunk '{trunk.name}', the channels leave their dimension, {trunk.channel_dim}: use a topology "
             "with one weight per state ('ancre-ingoing', 'denseformer'), or keep channels in their place."
         )
-    if trunk.post_norm and as_recurrence(topology) is None:
+    if trunk.post_norm and not isinstance(topology, Recurrence):
         site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (in '{site.block}' {site.post[-1]} makes the next state of the "

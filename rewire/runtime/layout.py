@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder, UnsupportedCall
-from rewire.topologies.base import Dims, States, Topology, as_recurrence
+from rewire.topologies.base import Dims, Recurrence, States, Topology
 from rewire.torch_internals import memory_of
 
 
@@ -18,7 +18,7 @@ class Site(NamedTuple):
 
     Attributes:
         unit: number of its unit, from 1.
-        begins, closes: whether it is the first, or the last, add of its unit.
+        closes: whether it is the last add of its unit.
         reads_qkv: whether its branch begins with an attention that has separate q/k/v inputs.
         post: whether an operation of the model follows its sum before the next branch reads it.
         makes_state: whether that operation makes a state of the topology, rather than what the next branch reads.
@@ -27,7 +27,6 @@ class Site(NamedTuple):
     """
 
     unit: int
-    begins: bool
     closes: bool
     reads_qkv: bool
     post: bool
@@ -82,7 +81,7 @@ class Layout:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
-        self.recurrence = as_recurrence(topology)
+        self.recurrence = topology if isinstance(topology, Recurrence) else None
         self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
         self.overwritten = frozenset(overwritten)
@@ -93,21 +92,16 @@ class Layout:
         again, sites = topology.norms_again(self.dims), list[Site]()
         neighbours = zip((0, *self.units[:-1]), self.units, (*self.units[1:], 0), strict=True)
         for number, (before, unit, following) in enumerate(neighbours):
-            begins, closes, post = before != unit, unit != following, number in self.posts
-            reads_qkv, makes_state = begins and unit in self.dims.attention, closes and self.recurrence is not None
-            left = self.dims.depth - unit
-            sites.append(Site(unit, begins, closes, reads_qkv, post, post and makes_state, unit in again, left))
+            closes, reads_qkv = unit != following, unit != before and unit in self.dims.attention
+            post, left = number in self.posts, self.dims.depth - unit
+            makes_state = post and closes and self.recurrence is not None
+            sites.append(Site(unit, closes, reads_qkv, post, makes_state, unit in again, left))
         self.sites = tuple(sites)
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""
         kept = self.channel_dim, self.posts, self.loops, self.overwritten
         return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
-
-    @property
-    def keeps_branches(self) -> bool:
-        """Whether branch outputs are saved for backward, so that sums inside a unit can be recomputed from them."""
-        return self.recurrence is not None and self.recurrence.merges_again
 
     def check_passes(self, first: int, end: int) -> None:
         """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.

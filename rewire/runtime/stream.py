@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -171,11 +171,6 @@ class Stream(TensorLike):
         return held if isinstance(held, Reading) else held.reading if isinstance(held, Post) else None
 
     @property
-    def at_rest(self) -> bool:
-        """Whether the stream holds only its states: nothing has been read or waits."""
-        return self.held is None
-
-    @property
     def template(self) -> Tensor:
         """A tensor with the hidden states' shape, dtype and device, and arbitrary values."""
         template = self.layout.topology.template(self.states)
@@ -232,8 +227,9 @@ class Stream(TensorLike):
         if isinstance(held, Unsummed):
             return self._merge(layout.sites[self.position - 1], held.branches), self.states
         if isinstance(held, Reading):
-            single = len(held.parts) == 1
-            return held.parts[0] if single else Mix(added=held.parts, again=layout.keeps_branches), self.states
+            # A sum inside a unit is recomputed if the unit keeps its branch outputs for backward anyway.
+            again = hasattr(getattr(layout.recurrence, "merge", None), "repeatable")
+            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts, again=again), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.sites[self.position].unit)
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")
@@ -315,7 +311,7 @@ class Stream(TensorLike):
 
     def _newest(self) -> tuple[int, ...]:
         """Indices of the newest state among the states, if the next unit reads it unchanged; else none."""
-        if not self.at_rest:
+        if self.held is not None:
             return ()
         return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
 
@@ -330,7 +326,7 @@ class Stream(TensorLike):
         """The stream with ``value`` in place of what was read."""
         assert isinstance(self.held, Reading)
         (read,), branch, qkv = self.held.parts, self.held.branch, self.held.qkv
-        (value,) = self._fitted((value,), self.held, "what was read was replaced by")
+        (value,) = self._fitted((value,), self.held)
         change = value - read if branch is None else branch + (value - read)
         return self._with(self.states, Reading((value,), change, None if qkv is None else qkv.instead(value)))
 
@@ -369,14 +365,16 @@ class Stream(TensorLike):
         """
         layout, reading = self.layout, self.held
         if not isinstance(reading, Reading):
-            self._check_incomplete()
+            if self.complete:
+                raise self._once_too_often()
             return self.read()[1].write(*branches)
         site, branches = layout.sites[self.position], self._fitted(branches, reading)
         if layout.observe is not None:
             layout.observe("write", self.position, branches)
         outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site.makes_state:
-            return self._with(self.states, Post(self._merged(site, outputs)), adds=1)
+            merged = self._merge(site, map(layout.channels_last, outputs))
+            return self._with(self.states, Post(self._restored(materialize(merged))), adds=1)
         if site.closes:  # the topology adds the branches up, in one pass with its states
             stream = self._written(site, outputs)
         else:
@@ -402,10 +400,6 @@ class Stream(TensorLike):
             with UnitsLeft(site.left):
                 states = topology.write(self.states, weights, site.unit, *branches)
         return Stream(states, None, self.weights, layout, self.position + 1, self.placement)
-
-    def _merged(self, site: Site, branches: Sequence[Tensor]) -> Tensor:
-        """The sum of the last residual add of a unit, of which the model makes the state for `push`."""
-        return self._restored(materialize(self._merge(site, map(self.layout.channels_last, branches))))
 
     def _merge(self, site: Site, branches: Iterable[Tensor]) -> Tensor | Mix:
         """``x_t`` of a `Recurrence`, before a post."""
@@ -551,21 +545,13 @@ class Stream(TensorLike):
         made = {id(x): self.placement.wrapped(x) for x in given}
         return QKVInputs(*(made[id(x)] for x in given))
 
-    def _check_incomplete(self) -> None:
-        """Check that the trunk has a residual add left.
+    def _once_too_often(self) -> OutOfOrder:
+        if self.layout.loops:
+            return self.layout.other_passes()
+        return OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
 
-        Raises:
-            OutOfOrder: it has none.
-        """
-        if self.complete and self.layout.loops:
-            raise self.layout.other_passes()
-        if self.complete:
-            raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
-
-    def _fitted(
-        self, branches: tuple[Tensor, ...], reading: Reading, what: str = "the branch returns"
-    ) -> tuple[Tensor, ...]:
-        """``branches``, expanded to the shape of what was read; ``what`` they are, for messages."""
+    def _fitted(self, branches: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, ...]:
+        """``branches``, expanded to the shape of what was read."""
         if self.position == 0 and self.placement is None:
             for branch in branches:
                 check_whole(branch, self.layout.channel_dim, self.layout.trunk)
@@ -576,9 +562,9 @@ class Stream(TensorLike):
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(
-                    f"trunk '{self.layout.trunk}', residual add {self.position}: {what} "
-                    f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
-                    "need one shape; pass trunks=[...] to leave this trunk out."
+                    f"trunk '{self.layout.trunk}', residual add {self.position}: a tensor of shape "
+                    f"{tuple(branch.shape)} is given to a stream of shape {tuple(expected)}. States of one trunk are "
+                    "mixed and need one shape; pass trunks=[...] to leave this trunk out."
                     + " (Weights per channel need channels in a dimension of their own.)"
                     * self.layout.topology.needs_width
                 )

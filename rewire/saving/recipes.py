@@ -28,7 +28,7 @@ from rewire.passes.prepare import Prepared, prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
-from rewire.topologies.base import Start, Topology, as_recurrence
+from rewire.topologies.base import Recurrence, Start, Topology
 from rewire.topologies.registry import named_topology, topology_in
 from rewire.trunk import Trunk
 
@@ -295,7 +295,7 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
             f"width {layout.dims.width}; here are {len(trunk.sites)} residual adds in {trunk.blocks} blocks, of width "
             f"{width}."
         )
-    if trunk.post_norm and as_recurrence(layout.topology) is None:
+    if trunk.post_norm and not isinstance(layout.topology, Recurrence):
         raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))
     return layout
 

@@ -303,12 +303,6 @@ class Recurrence(Topology[W]):
 
     #: Whether units read the newest state just as `push` got it: then `merge` may be delayed until the next read.
     reads_newest: ClassVar[bool] = False
-    #: Whether `merge` is decorated with `repeatable`.
-    merges_again: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.merges_again = hasattr(cls.merge, "repeatable")
 
     @abstractmethod
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
@@ -319,7 +313,7 @@ class Recurrence(Topology[W]):
         """States with ``x`` as ``x_t``."""
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        if not self.merges_again:
+        if not hasattr(type(self).merge, "repeatable"):  # of the method it would be slow to ask
             return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
         before = len(states) - 1
 
@@ -327,11 +321,6 @@ class Recurrence(Topology[W]):
             return materialize(self.merge((*others[:before], x), weights, t, *others[before:]))
 
         return self.push(states, weights, t, merged_again(merge, states[-1], (*states[:-1], *branches)))
-
-
-def as_recurrence(topology: Topology[W]) -> Recurrence[W] | None:
-    """The topology if it is a `Recurrence`, which post-norm blocks need; else None."""
-    return topology if isinstance(topology, Recurrence) else None
 
 
 class FirstOrder(Recurrence[W]):

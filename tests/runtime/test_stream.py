@@ -99,7 +99,7 @@ def holds(stream: Stream, x: Tensor) -> bool:
 def test_what_a_unit_holds_between_its_sites() -> None:
     x, f, g, h = torch.randn(4, 3, 8)
     stream = open_stream(ANCRe(), x, (1, 1, 1, 2))
-    assert stream.at_rest
+    assert stream.held is None
     assert torch.equal(stream.value(), x) and torch.equal(stream.read()[0], x)
     stream = stream.write(f)
     assert holds(stream, x)
@@ -109,7 +109,7 @@ def test_what_a_unit_holds_between_its_sites() -> None:
     torch.testing.assert_close(stream.value(), x + f + g)
     torch.testing.assert_close(stream.held.branch, f + g)
     stream = stream.write(h)
-    assert stream.at_rest
+    assert stream.held is None
     newest, history = stream.states
     assert len((*history.states, newest)) == 2
     torch.testing.assert_close(stream.value(), x + f + g + h)
@@ -187,7 +187,7 @@ def test_a_stream_is_a_value() -> None:
         first, second = stream.write(f), stream.write(g)
         assert stream.position == 0
         assert holds(stream, x)
-        assert stream.at_rest
+        assert stream.held is None
         torch.testing.assert_close(first.value(), x + f)
         torch.testing.assert_close(second.value(), x + g)
         held = [] if first.held is None else pytree.tree_leaves(first.held)
