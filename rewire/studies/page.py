@@ -128,7 +128,7 @@ _SEARCH = (
     "spikes of the training loss",
     "runs that diverged",
 )
-_MOVES = ("moved, in natural units", "95% of the way by step", "gradient at the end, of its largest")
+_MOVES = ("moved, at natural scales", "95% of the way by step", "gradient at the end, of its largest")
 
 
 def _searches(study: Study) -> str:
