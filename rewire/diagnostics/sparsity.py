@@ -147,8 +147,7 @@ def sparsify(
 
     For each learned connection in turn, all others are set to those of the plain network, and the loss is measured.
     Those that lower it most are kept. (It is another question what raises it most when left out, as in `rewire.ablate`:
-    trained connections compensate for each other, and a few chosen that way were seen to be no better than random
-    ones.)
+    trained connections compensate for each other, and a few chosen so were seen to be no better than random.)
 
     In topologies that mix states (ANCRe, DenseFormer, MUDDFormer), connections are all but those to the newest state;
     in those that mix increments (GRN, DCA, `attnres`) all.
