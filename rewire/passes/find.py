@@ -229,7 +229,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
                 log.info("%s does not run in training mode: %s", prepared.name, error)
                 break
             raise BadExampleInputs(
-                f"{prepared.name} does not run on {_of_whom(prepared)}: {type(error).__name__}: {error}"
+                f"{prepared.name} does not run on {_inputs_in_words(prepared)}: {type(error).__name__}: {error}"
             ) from error
         with seeded(0, looked_at):
             finding = finding_in(flow, prepared.patterns, restart)
@@ -245,11 +245,11 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
             finding.leave(name, reason)
     found = Found(*findings)
     if found.training is not None:
-        _name_alike(found.evaluation, found.training)
+        _match_names(found.evaluation, found.training)
         _agree(found.evaluation, found.training)
         for name, trunk in found.training.trunks.items():
             ran = collections.Counter(site.name for site in trunk.sites)
-            found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
+            found.drop(site for site in found.trunks[name].sites if not _take_one(ran, site.name))
     flows = [finding.flow for finding in findings]
     guesses = dict.fromkeys(flow.guessed for flow in flows if flow.guessed)
     found.evaluation.left += guesses
@@ -274,7 +274,7 @@ def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
     return missed
 
 
-def _of_whom(prepared: Prepared) -> str:
+def _inputs_in_words(prepared: Prepared) -> str:
     """The example inputs in words, and whether some that the caller passed are not contiguous."""
     if not prepared.given:
         return "the inputs that the pattern registry makes for it (pass example_inputs that it takes)"
@@ -282,7 +282,7 @@ def _of_whom(prepared: Prepared) -> str:
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 
-def _name_alike(evaluation: Finding, training: Finding) -> None:
+def _match_names(evaluation: Finding, training: Finding) -> None:
     """Name the trunks of training mode like those of evaluation mode that have the same blocks.
 
     Blocks may be left out by chance in training. A trunk without a counterpart in evaluation mode is left alone.
@@ -302,7 +302,7 @@ def _name_alike(evaluation: Finding, training: Finding) -> None:
         training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
 
 
-def _taken(counts: collections.Counter[str], name: str) -> bool:
+def _take_one(counts: collections.Counter[str], name: str) -> bool:
     """Take one occurrence of a name; whether there was one left."""
     counts[name] -= 1
     return counts[name] >= 0
@@ -351,7 +351,7 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
-        sites = _of_one_mind(chain, [_site(flow, add, patterns) for add in chain.adds])
+        sites = _with_one_channel_dim(chain, [_site(flow, add, patterns) for add in chain.adds])
         for number, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
             sites[number] = dataclasses.replace(sites[number], overwritten=overwritten(flow, add.post, behind))
         if len(sites) == 1:
@@ -381,7 +381,7 @@ def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[A
     return [(add, _site(flow, add, patterns)) for add in sorted(adds, key=lambda add: add.op.index)]
 
 
-def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
+def _with_one_channel_dim(chain: Chain, sites: list[Site]) -> list[Site]:
     """If the sites disagree about the channels, the sites with what most of them say.
 
     States of the same shape have the same channel dimension. Across shapes, it is counted from the end, or from the

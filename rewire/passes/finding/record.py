@@ -97,7 +97,7 @@ class Recorder(TorchFunctionMode):
         self.kernels: set[Scope] = set()  # calls of autograd functions that allocate memory for kernels
         self.unseen = ""
         self.guessed: LeftAlone | None = None
-        self.frames = Frames(self._handed, self._module_of)
+        self.frames = Frames(self._argument_ops, self._module_of)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Recorder(TorchFunctionMode):
         code = forward_of(module).code
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
-        scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
+        scope.arguments = {name: self._argument_ops(value, caller) for name, value in _bound(code, args, kwargs)}
 
     def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
-        if name in _FACTORS and _by_one(args):
+        if name in _FACTORS and _is_by_one(args):
             name = UNSCALED
         if isinstance(result, Tensor) and len(given) == 1 and not written and _is_whole(given[0], result, func):
             name = "view" if given[0].stride() == result.stride() else "permute"  # `x.mT`, einsum("bij->bji", x)
@@ -183,7 +183,7 @@ class Recorder(TorchFunctionMode):
         if not inputs and name in _MEMORY and (function := self._function(scope)):
             self.kernels.add(function)
         count = 0 if name in ELEMENTWISE else weights
-        call = (func, self._told(args), self._told(kwargs))
+        call = (func, self._with_ops(args), self._with_ops(kwargs))
         places = {id(t): ~n for n, t in enumerate(given)} | {id(t): n for n, t in enumerate(tensors_of(result))}
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
             if name in ("getitem", "setitem"):
-                op.selected = (self._told(args[1]),)
+                op.selected = (self._with_ops(args[1]),)
             if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
                 op.selected = None
             if over:
@@ -324,15 +324,15 @@ class Recorder(TorchFunctionMode):
             known.constant, known.parameter = bool(weight), weight
         return known
 
-    def _told(self, value: Any) -> Any:
+    def _with_ops(self, value: Any) -> Any:
         """The arguments, with operations in place of tensors."""
         if isinstance(value, Tensor):
             return self._op(value)
         if type(value) in (tuple, list):
-            return type(value)(map(self._told, value))
-        return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
+            return type(value)(map(self._with_ops, value))
+        return {name: self._with_ops(item) for name, item in value.items()} if type(value) is dict else value
 
-    def _handed(self, value: object, scope: Scope) -> list[Op]:
+    def _argument_ops(self, value: object, scope: Scope) -> list[Op]:
         """The operations that made the tensors in a function's argument."""
         for tensor in tensors_of(value):
             self._look_for(tensor, scope)
@@ -354,7 +354,7 @@ def _is_whole(x: Tensor, view: Tensor, function: Callable[..., Any]) -> bool:
     return x.dtype == view.dtype and x.requires_grad == view.requires_grad and storage(x) == storage(view)
 
 
-def _by_one(args: Args) -> bool:
+def _is_by_one(args: Args) -> bool:
     """Whether a product or quotient has the Python number 1 as its second operand, and so changes nothing."""
     return len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int | float) and args[1] == 1
 
