@@ -1,4 +1,4 @@
-"""Finder: find the trunks of a model in its flows."""
+"""Finder: the trunks of a model, from its flows."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
 
 
 def _recorded_cheaply(prepared: Prepared, restart: bool) -> Found | None:
-    """Search runs on the meta device, and real runs where these find nothing and can be made. None if all fail."""
+    """Search runs on the meta device; if they leave doubts and the model has values, real runs. None if all fail."""
     found = None
     for device in ("meta",) if on_meta(prepared.model) else ("meta", None):
         try:

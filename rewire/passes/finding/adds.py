@@ -132,7 +132,7 @@ class Add:
 
 
 def is_view(op: Op) -> bool:
-    """Whether an operation only changes dimensions or the order of values, so that states can pass it before a mix.
+    """Whether an operation only changes dimensions or the order of values, so that each state can pass it before a mix.
 
     So does an index that keeps the number of values: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
     """
@@ -326,7 +326,7 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
     """The branch, if a block adds what the block before it computed (``x, residual = norm(x, residual)``).
 
-    The function has to get both, and the state has to be a sum itself: a mask that each block adds is none.
+    The function has to get both, and the state has to be a sum itself. A mask that each block adds is no sum.
     """
     given = [op for ops in add.scope.arguments.values() for op in ops]
     if state not in found or not {state, branch} <= {*given}:
