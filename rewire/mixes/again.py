@@ -179,7 +179,7 @@ def remember_sums(
     add_up: Callable[..., Sequence[Tensor]],
     ctx: Any = None,
 ) -> None:
-    """Recompute all ``sums`` by ``add_up(sources, *factors)``, unless there are many sources.
+    """Let backward recompute all ``sums`` by ``add_up(sources, *factors)``, unless there are many sources.
 
     Sources that are recomputed themselves have to be kept for other reasons, too.
     """
@@ -233,7 +233,7 @@ def remember_written(
     branches: Sequence[Tensor],
     ctx: Any = None,
 ) -> None:
-    """Recompute ``written`` by ``write(streams, branches)``, inside `units_left`, unless it is to be kept."""
+    """Let backward recompute ``written`` by ``write(streams, branches)``, in `units_left`, unless it is kept."""
     if _keeps_streams() or not is_sparing():
         return
     # Detached: otherwise the function would hold their graph.
