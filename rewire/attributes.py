@@ -21,7 +21,7 @@ REGISTERED_NAME = "_registered_name"
 #: On connection weights: S4's and Mamba's training code exempts parameters with this attribute from weight decay.
 NO_WEIGHT_DECAY = "_no_weight_decay"
 #: On the storage of tensors that backward recomputes: how to, their dtype, and their version counter.
-RECIPE = "_rewire_recipe"
+RECOMPUTE = "_rewire_recompute"
 #: On hooks that take streams themselves, instead of the tensors that these stand for.
 TAKES_STREAMS = "takes_streams"
 

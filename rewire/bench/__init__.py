@@ -1,1 +1,1 @@
-"""How long models take, plain and rewired, measured in turn: `rewire bench`."""
+"""Training times of plain and rewired models, measured in turn: `rewire bench`."""

@@ -1,7 +1,7 @@
-"""Measuring side by side: several implementations to do the same, in turn, in one process.
+"""Measuring side by side: several implementations of the same work, in turn, in one process.
 
-Machines get warm, and other programs come and go. What is measured in turn suffers alike, so that ratios hold where
-times do not.
+Machines get warm, and other programs come and go. Implementations that run in turn suffer alike, so that ratios are
+reliable where times are not.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rewire.files import to_json, whole
 from rewire.passes.validating.tensors import tensors_in
 from rewire.version import __version__
 
-#: Rounds before the first that counts: compilation, caches, clocks.
+#: Rounds before the first one that counts: compilation, caches, clocks.
 WARMUP = 2
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third, never outside of the values: those of few are not extrapolated."""
+    """The first and third quartile, never outside of the values: those of few values are not extrapolated."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return low, high
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of each round, and the bytes that were allocated at most on top of what was there before.
+    """Seconds of each round, and the peak of allocated bytes above those that were there before.
 
     Attributes:
         seconds: one entry for each round, in the order of the rounds.
-        peak: bytes on the accelerator; None on a CPU, where it is not counted.
+        peak: bytes on the accelerator; None on a CPU, where they are not counted.
         late: rounds in which a GPU may have waited for the host, which launched too slowly.
     """
 
@@ -58,11 +58,11 @@ class Timing:
         return quartiles(self.seconds)
 
     def ratio(self, other: Timing) -> float:
-        """Median over the rounds of this one's time over that of ``other`` in the same round."""
+        """Median over the rounds of this timing over ``other`` in the same round."""
         return statistics.median(self.ratios(other))
 
     def ratios(self, other: Timing) -> list[float]:
-        """The time of this one over that of ``other``, for each round."""
+        """This timing over ``other``, for each round."""
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
@@ -79,10 +79,10 @@ def side_by_side(
     Args:
         steps: what to measure, by name.
         rounds: how often; 1 or more.
-        device: where the steps run; it is waited for.
-        warmup: rounds before the first that counts.
+        device: of the steps; each step is waited for.
+        warmup: rounds before the first one that counts.
         tick: called after every step, for a progress bar.
-        clock: what tells the time; ``time.process_time`` is the processor's.
+        clock: returns the time; ``time.process_time`` is the processor's.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     peaks: dict[str, int] = {}
@@ -116,7 +116,7 @@ def training_step(model: nn.Module, inputs: Inputs) -> Callable[[], None]:
 
 
 def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes of the activations that a forward keeps: a run's own, unlike the memory of a process."""
+    """Bytes of the activations that a forward keeps: those of this run, unlike the memory of a process."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -128,11 +128,11 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = forward()
-    del loss  # it lived until here, so that no storage was counted twice
+    del loss  # so far it kept storages from being counted twice
     return sum(kept.values())
 
 
-#: Distributions whose versions the numbers depend on.
+#: Packages whose versions the numbers depend on.
 _LIBRARIES = ("triton", "transformers", "liger-kernel", "fla-core", "hyper-connections")
 
 
@@ -142,7 +142,7 @@ def default_device() -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers belong to."""
+    """A description of the machine and the versions that the numbers belong to."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {name: version for name in _LIBRARIES if (version := _version(name))}
     return {
@@ -177,7 +177,7 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
 
 
 def save(path: Path, results: Iterable[Mapping[str, Any]], device: torch.device) -> None:
-    """Write results as JSON, with the machine that they come from."""
+    """Write results as JSON, with a description of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = to_json({"machine": machine(device), "results": list(results)}) + "\n"
     with whole(path) as file:
@@ -189,7 +189,7 @@ def as_json(timings: Mapping[str, Timing]) -> dict[str, Any]:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a device has done all that was launched."""
+    """Wait until a device has finished all work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Models of the papers by name, with random weights: what the benchmarks measure."""
+"""Models of the papers by name, with random weights, for benchmarks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _dit(width: int, heads: int) -> Callable[[], nn.Module]:
 
 
 class _FourLayers(nn.Module):
-    """One residual block of the reinforcement-learning net: four times a linear map, a norm and an activation."""
+    """One residual block of the reinforcement-learning net: four linear maps, each with a norm and an activation."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _resnet(layers: int) -> nn.Module:
     return nn.Sequential(nn.Linear(256, 256), *(_FourLayers(256) for _ in range(layers // 4)))
 
 
-#: Name -> what it is, and what makes it. Sizes of the Llamas are those of GaLore (arXiv 2403.03507, Table 11).
+#: Name -> description and constructor. Sizes of the Llamas are those of GaLore (arXiv 2403.03507, Table 11).
 _SHAPES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "llama-60m": ("LLaMA of ANCRe's Table 2: 8 layers, width 512", _llama(512, 1376, 8, 8)),
     "llama-130m": ("LLaMA of ANCRe's Table 2: 12 layers, width 768", _llama(768, 2048, 12, 12)),
@@ -76,7 +76,7 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 
 
 def shapes() -> dict[str, str]:
-    """Name of every shape, and what it is in one line."""
+    """Name of every shape -> a one-line description."""
     return {name: description for name, (description, _) in _SHAPES.items()}
 
 
@@ -99,7 +99,7 @@ def batch_for(model: nn.Module, batch: int, length: int) -> Inputs:
     """Random inputs (args, kwargs) for a model of `make_shape`, or any causal language model of transformers.
 
     Args:
-        model: where the inputs go decides their device and dtype.
+        model: its first weight decides their device and dtype.
         batch: sequences, or images.
         length: tokens of a sequence; unused where an input has no length.
 

@@ -1,4 +1,4 @@
-"""What arguments mean: models and tasks by name, files that can be written."""
+"""The meaning of arguments: models and tasks by name, files that can be written."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Topology = Annotated[
 ]
 #: Arguments of `rewire.compile`.
 How: TypeAlias = dict[str, Any]
-#: Of a model that is only looked at: neither changes the forwards, and this start is the one that every topology has.
+#: For a model that is only looked at. Neither changes the forwards, and every topology has this start.
 TO_READ: How = {"start": "paper", "validate": False}
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-#: Options of each command that rewires a model, beside its topology.
+#: Options of each command that rewires a model, besides its topology.
 _REWIRING = {
     "granularity": Annotated[
         Literal["auto", "block", "sublayer"] | None,
@@ -81,7 +81,7 @@ _REWIRING = {
 
 
 def rewires(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_REWIRING`; what is used of them reaches it as ``how``, for `rewire.compile`."""
+    """Give a command the options of `_REWIRING`; those that are used reach it as ``how``, for `rewire.compile`."""
     own = inspect.signature(command, eval_str=True).parameters
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -110,7 +110,7 @@ def _unit(said: str) -> int | str:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Refuse a file that cannot be written before anything that takes long is done."""
+    """Refuse a file that cannot be written, before anything slow is done."""
     if path and not path.parent.is_dir():
         raise RewireError(f"'{path}' cannot be written: there is no folder '{path.parent}'.")
     if path and path.is_dir():
@@ -119,12 +119,12 @@ def writable(path: Path | None) -> Path | None:
 
 
 def picture(path: Path | None) -> Path | None:
-    """Refuse the same, and formats other than those of pictures."""
+    """Refuse a file that cannot be written, or whose format is not that of a picture."""
     return _ending(path, ".png", ".pdf", ".svg")
 
 
 def graph_file(path: Path | None) -> Path | None:
-    """Refuse the same, and formats other than those of graphs."""
+    """Refuse a file that cannot be written, or whose format is not that of a graph."""
     return _ending(path, ".graphml", ".dot", ".json")
 
 
@@ -138,7 +138,7 @@ def usable_device(name: str) -> str:
     """Refuse a device that torch does not have here."""
     try:
         torch.empty(0, device=name or "cpu")
-    except (AssertionError, RuntimeError) as error:  # a build without CUDA asserts that it has it
+    except (AssertionError, RuntimeError) as error:  # a build without CUDA fails an assertion
         raise typer.BadParameter(f"'{name}' is no device that torch can use here: {first_line(error)}") from error
     return name
 
@@ -158,7 +158,7 @@ def load(spec: str) -> nn.Module:
 
 
 def load_with_inputs(spec: str) -> tuple[nn.Module, Any]:
-    """The model that MODEL names, and the inputs that came with it; None if there were none. Raises as `load`."""
+    """The model that MODEL names, and the inputs that came with it, or None. Raises as `load`."""
     kind, separator, name = spec.partition(":")
     if not (kind and separator and name) or kind.endswith(".py"):
         as_module = f", as '{kind.removesuffix('.py').replace('/', '.')}:{name or 'make'}'" if ".py" in kind else ""
@@ -219,7 +219,7 @@ def rewired(spec: str, topology: str, **settings: Any) -> tuple[nn.Module, Any]:
 
 
 def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
-    """`rewire.compile`, whose complaints about what was typed are messages."""
+    """`rewire.compile`, with errors about options shown as messages."""
     with as_messages(TypeError, ValueError):
         name, options = said(topology)
         if "units" in options and "units" in settings:
@@ -248,7 +248,7 @@ def imported(module: str, name: str) -> Any:
 
 @contextlib.contextmanager
 def as_messages(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds are shown as those of rewire, too."""
+    """Show errors of these kinds as those of rewire are shown."""
     try:
         yield
     except kinds as error:
@@ -257,7 +257,7 @@ def as_messages(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
-    """Errors of the user's own code are shown with its frames alone."""
+    """Show errors of the user's own code with only its frames."""
     try:
         yield
     except RewireError:
@@ -266,14 +266,14 @@ def users_code() -> Iterator[None]:
         frames, ours = error.__traceback__, (*rewire.__path__, *torch.__path__, importlib.__file__, "<frozen importlib")
         while frames and frames.tb_frame.f_code.co_filename.startswith(ours):
             frames = frames.tb_next
-        if frames is None and isinstance(error, TypeError):  # it was called with what it does not take
+        if frames is None and isinstance(error, TypeError):  # it was called with arguments that it does not take
             raise RewireError(". ".join([str(error), *getattr(error, "__notes__", ())])) from error
         traceback.print_exception(error.with_traceback(frames))
         raise typer.Exit(1) from None
 
 
 def inputs_of(spec: str, model: nn.Module, batch: int, length: int) -> Any:
-    """Inputs of the size asked for where the model's config says how, else those that the registry makes.
+    """Inputs of the requested size if the model's config says how, else those that the registry makes.
 
     Raises:
         RewireError: nothing tells what the model takes.
@@ -296,7 +296,7 @@ def inputs_of(spec: str, model: nn.Module, batch: int, length: int) -> Any:
 
 
 def on_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Inputs that came with a model, as (args, kwargs); those in floating point in the weights' dtype."""
+    """Inputs that came with a model, as (args, kwargs), with floating-point tensors in the dtype of the weights."""
     whole = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict)
     args, kwargs = inputs if whole else ((), inputs) if isinstance(inputs, dict) else (inputs, {})
 

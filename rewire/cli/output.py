@@ -12,11 +12,11 @@ from rich.table import Table
 
 from rewire.files import to_json
 
-_WIDTH = 120  # of what is written to a file or a pipe
+_WIDTH = 120  # of output to a file or a pipe
 
 
 def console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, markup=False)  # names may have brackets
+    console = Console(stderr=stderr, markup=False)  # names may contain brackets
     if not console.is_terminal:
         console.width = _WIDTH
     return console
@@ -27,11 +27,11 @@ def print_code(text: str, language: str) -> None:
     if terminal.is_terminal:
         terminal.print(Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True))
     else:
-        typer.echo(text, nl=False)  # as it is, to be read by programs
+        typer.echo(text, nl=False)  # unformatted, for programs
 
 
 def show(shown: object, data: Any, as_json: bool) -> None:
-    """Print a result: as it shows itself, or ``data`` as JSON."""
+    """Print a result in its own format, or ``data`` as JSON."""
     print_json(data) if as_json else console().print(shown)
 
 

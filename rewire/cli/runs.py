@@ -74,12 +74,12 @@ def study_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
     """Compare residual connections on TASK: tuned rates, paired seeds, controls. Run it again to continue one."""
-    # at commas that are between topologies, not between options of one
+    # split at commas between topologies, not at those between options of one
     names = [name.strip() for name in re.split(r",(?![^,:=]*=)", topologies) if name.strip()] or DEFAULT
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
         raise RewireError("give the length of each run: --steps or --seconds.")
-    with as_messages(TypeError, ValueError, OSError):  # here alone: those of the task's own code keep their traceback
+    with as_messages(TypeError, ValueError, OSError):  # only here: errors of the task's own code keep their traceback
         for name in names:
             parse(name)
         Budget(steps, seconds)

@@ -1,4 +1,4 @@
-"""Whether an implementation of a scheme computes what the paper says: references, test cases, and a checker.
+"""Check whether an implementation of a scheme computes what the paper says: references, test cases, and a checker.
 
 report = rewire.conformance.check("mhc", implementation)
 """

@@ -1,8 +1,7 @@
-"""What implementations are tried on: inputs and weights that tell mistakes apart.
+"""Test cases for implementations: inputs and weights that reveal mistakes.
 
-All numbers are drawn as multiples of a power of 2 that bfloat16 holds exactly: what an implementation makes of them is
-its own rounding, and none of its inputs'. They come from Python's generator, seeded by the scheme and the case, and are
-the same everywhere.
+All numbers are multiples of a power of 2 that bfloat16 holds exactly, so that all rounding is the implementation's own.
+They come from Python's generator, seeded by the scheme and the case, and are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class Kind:
 
     Attributes:
         why: what it shows.
-        depth: units.
+        depth: number of units.
         tokens: leading dimensions of x.
         width: channels, times the number that has to divide them.
-        weights, inputs: how large weights are, and x.
+        weights, inputs: the size of weights, and of x.
         silent: the branches return zero.
-        low: low precision tells something, too: rounding is not amplified much.
+        low: low precision is meaningful, too: rounding is not amplified much.
     """
 
     why: str
@@ -59,7 +58,7 @@ class Case:
     """Inputs and weights, float64.
 
     Attributes:
-        options: all of the scheme's.
+        options: all options of the scheme.
         attention: the units t that begin with an attention.
         x: [.., D].
         weights: by name, as the reference has them.
@@ -111,7 +110,7 @@ def _made(reference: Reference, name: str, kind: Kind, options: Options) -> Case
 
 def _spread(reference: Reference, name: str, options: Options) -> float:
     spread = reference.spreads.get(name, 1.0)
-    if isinstance(spread, str):  # of logits that are divided by a temperature
+    if isinstance(spread, str):  # for logits that are divided by a temperature
         return 2.0 ** math.floor(math.log2(options[spread]))
     return spread
 

@@ -1,4 +1,4 @@
-"""Whether an implementation computes a scheme; if not, where it parts from the reference, and what that looks like."""
+"""The checker: whether an implementation computes a scheme; if not, where it differs, and by which mistake."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Tolerance:
     Attributes:
         own: times the error of careful rounding in the value itself.
         kind: times the largest such error of the outputs, or of the gradients.
-        always: what is always allowed of outputs, and of gradients.
-        draws: how often rounding is tried, each time another way.
+        always: error that is always allowed in outputs, and in gradients.
+        draws: number of attempts at rounding, each in another way.
         smallest: errors are relative to the value, or to this share of the largest of its kind.
-        named: how far beside it a value may be with a mistake that is named.
-        better: that mistake's errors are this share of those without it, at most.
+        named: error that a value may have beside the reference with a named mistake.
+        better: that mistake's errors are at most this share of those without it.
     """
 
     own: float
@@ -44,9 +44,9 @@ TOLERANCES = {
     torch.float32: Tolerance(own=16, kind=1, always=(1e-5, 1e-5), draws=1, smallest=1e-3, named=32, better=0.1),
     torch.bfloat16: Tolerance(own=4, kind=2, always=(0.012, 0.05), draws=3, smallest=0.2, named=1.5, better=0.5),
 }
-_ZERO = 1e-6  # of what is less than this share of the largest, the largest is taken
-_PARTLY = 4  # mistakes that two at once are looked for among
-_ALIKE = 10.0  # mistakes are named beside the best one that leave up to so many times its error
+_ZERO = 1e-6  # values below this share of the largest are measured by the largest
+_PARTLY = 4  # candidates for pairs of mistakes
+_ALIKE = 10.0  # mistakes are reported if they leave at most this many times the error of the best one
 Values = dict[str, Tensor]
 
 
@@ -57,10 +57,10 @@ class Difference:
     Attributes:
         case: of `rewire.conformance.cases`.
         dtype: of hidden states.
-        what: which value, as `rewire.conformance.running.run` names it.
-        error: how far off it is, relative to its size.
-        allowed: how far off it may be.
-        remark: what else is to be said.
+        what: the value's name, as in `rewire.conformance.running.run`.
+        error: its error, relative to its size.
+        allowed: the largest error that is allowed.
+        remark: further remarks.
     """
 
     case: str
@@ -80,14 +80,14 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         scheme: its name.
         source: the paper.
-        options: those that were given.
+        options: the given options.
         errors: for each precision, the largest error of all values.
-        differences: values that differ, for each case and precision the first one and then the others.
+        differences: values that differ: the first one of each case and precision, and then the others.
         looks_like: known mistakes with which the reference computes the same; of several, each does.
         then: the largest error that is left with the first of them.
     """
@@ -134,15 +134,15 @@ def check(
         scheme: a name of `list_schemes`.
         implementation: called as ``implementation(x, weights, branches)``: x [.., D] are hidden states; weights are
             tensors by name, as the reference names and lays them out (its page shows them), for all T units;
-            ``branches[t - 1](read)`` is what unit t computes. Of units that begin with an attention
-            (``branch.attention``), where the scheme makes a difference, it is called with q, k, v and what else reads
-            there. Returns the output [.., D].
+            ``branches[t - 1](read)`` is what unit t computes. If the scheme treats units that begin with an attention
+            differently (``branch.attention``), these branches are called with q, k, v and the residual's read. Returns
+            the output [.., D].
         dtypes: of hidden states. Weights are float32 (float64 for float64).
-        device: where it is run.
+        device: where to run it.
         options: of the scheme, if the implementation has others than the paper's.
 
     Returns:
-        What was found; it prints as a few sentences.
+        A report, which prints as a few sentences.
 
     Raises:
         UnknownName: there is no such scheme, or no such option.
@@ -179,9 +179,9 @@ class Trial:
 
     Attributes:
         case: the case.
-        want: what the reference computes.
-        allowed: by how much values may differ.
-        got: what the implementation computes.
+        want: the reference's values.
+        allowed: how much values may differ.
+        got: the implementation's values.
     """
 
     case: Case
@@ -217,14 +217,14 @@ def _tried(implementation: Implementation, case: Case, dtype: torch.dtype, devic
 
 
 def exactly(known: Reference, case: Case) -> Values:
-    """What the reference computes in float64."""
+    """The reference's values in float64."""
     return run(of_reference(known, case.options), case, torch.float64)
 
 
 def allowed(known: Reference, case: Case, want: Values, dtype: torch.dtype) -> dict[str, float]:
-    """By how much values may differ that are stored in ``dtype``."""
+    """How much values that are stored in ``dtype`` may differ."""
     errors, tolerance = dict.fromkeys(want, 0.0), TOLERANCES[dtype]
-    for seed in range(tolerance.draws):  # one draw says little of a small tensor
+    for seed in range(tolerance.draws):  # one attempt says little about a small tensor
         rounded = Rounding(dtype, seed)
         found = _errors(want, run(of_reference(known, case.options, rounded), case, dtype, rounded=rounded), dtype)
         errors = {what: max(error, found[what]) for what, error in errors.items()}
@@ -236,7 +236,7 @@ def allowed(known: Reference, case: Case, want: Values, dtype: torch.dtype) -> d
 
 
 def _errors(want: Values, got: Values, dtype: torch.dtype) -> dict[str, float]:
-    """How far each value is off; of one that is missing, as if it were zero."""
+    """The error of each value; a missing value counts as zero."""
     sizes = {what: float(value.norm()) for what, value in want.items()}
     largest, found = _largest(sizes), {}
     for what, value in want.items():
@@ -249,7 +249,7 @@ def _errors(want: Values, got: Values, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _largest(numbers: Mapping[str, float]) -> dict[bool, float]:
-    """The largest of gradients (True), and of all else."""
+    """The largest number of gradients (True), and of all others."""
     return {
         kind: max((number for what, number in numbers.items() if _kind(what) == kind), default=0.0)
         for kind in (True, False)
@@ -274,13 +274,13 @@ def _remark(want: Tensor, got: Tensor | None) -> str:
 
 
 def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tuple[tuple[str, ...], float]:
-    """The mistakes with which the reference computes the same, and the largest error that the best of them leaves."""
-    # The cases that differ come first, short ones before long ones: most mistakes are ruled out by one of them.
+    """The mistakes with which the reference computes the same, and the largest error that the best one leaves."""
+    # Cases that differ come first, the smallest in front: most mistakes are ruled out by one of them.
     ordered = sorted(trials, key=lambda trial: (not trial.differences(dtype), trial.case.x.numel() * trial.case.depth))
     possible = mistakes_of(known.file)
     found = _explaining(known, [(one,) for one in possible], ordered, dtype)
     if not found:
-        # Two at once, one of them among those that explain most by themselves.
+        # Pairs of mistakes that contain one of those that explain most by themselves.
         parts = {one: _explained(known, one, ordered[0], dtype) for one in possible}
         partly = sorted((one for one in possible if parts[one] > 0), key=parts.__getitem__)[-_PARTLY:]
         pairs = {frozenset((one, other)): (one, other) for one in partly for other in possible if one != other}
@@ -294,7 +294,7 @@ def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tup
 def _explaining(
     known: Reference, candidates: Sequence[Sequence[Mistake]], trials: Sequence[Trial], dtype: torch.dtype
 ) -> dict[str, float]:
-    """The mistakes that explain everything, in words, with the largest error that is left."""
+    """The mistakes that explain all differences, in words -> the largest error that is left."""
     before = max(trial.excess(_errors(trial.want, trial.got, dtype)) for trial in trials)
     limit = min(TOLERANCES[dtype].named, TOLERANCES[dtype].better * before)
     found = {}
@@ -311,7 +311,7 @@ def _explaining(
 
 
 def _explained(known: Reference, mistake: Mistake, trial: Trial, dtype: torch.dtype) -> int:
-    """How many values agree with this mistake that do not agree without it."""
+    """The number of values that agree only with this mistake."""
     errors = _with(mistaken(known, [mistake]), trial, dtype)
     if errors is None:
         return 0
@@ -320,14 +320,14 @@ def _explained(known: Reference, mistake: Mistake, trial: Trial, dtype: torch.dt
 
 
 def _with(wrong: Reference | None, trial: Trial, dtype: torch.dtype) -> dict[str, float] | None:
-    """Errors beside what a mistaken reference computes; None if it computes nothing."""
+    """Errors beside the values of a mistaken reference; None if it does not run."""
     if wrong is None:
         return None
     try:
         want = run(of_reference(wrong, trial.case.options), trial.case, torch.float64)
-    except (RuntimeError, LookupError, ValueError):  # shapes and weights that the mistake does not fit
+    except (RuntimeError, LookupError, ValueError):  # shapes and weights do not fit the mistake
         return None
-    # What a mistake leaves without a gradient has one of zero.
+    # Values that a mistake leaves without a gradient have a gradient of zero.
     want = {what: want.get(what, torch.zeros_like(value)) for what, value in trial.want.items()}
     return _errors(want, trial.got, dtype)
 

@@ -1,7 +1,7 @@
-"""Mistakes that people make: changes to the text of a reference, kept as text beside it in ``mistakes``.
+"""Mistakes that people make, as changes to the text of a reference, in files in ``mistakes``.
 
-A file has a line in words for each mistake, and below it what stands in the reference (``-``) and what stands there
-with the mistake (``+``), perhaps several of both.
+A file has a line in words for each mistake. Below it is the text in the reference (``-``) and the text with the mistake
+(``+``), perhaps several of both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mistake:
 
     Attributes:
         says: what is wrong, in words.
-        changes: what stands in the reference, and what stands there with the mistake, in turn.
+        changes: pairs of the text in the reference and the text with the mistake.
     """
 
     says: str
@@ -32,7 +32,7 @@ class Mistake:
 
 @functools.cache
 def mistakes_of(file: str) -> tuple[Mistake, ...]:
-    """Those known of a reference."""
+    """The known mistakes in implementing a reference."""
     path = _FOLDER / f"{file}.txt"
     return tuple(map(_mistake, path.read_text().rstrip("\n").split("\n\n"))) if path.exists() else ()
 
@@ -44,7 +44,7 @@ def _mistake(paragraph: str) -> Mistake:
 
 
 def mistaken(known: Reference, chosen: Sequence[Mistake]) -> Reference | None:
-    """The reference with these mistakes; None if they change the same words."""
+    """The reference with these mistakes; None if they change the same text."""
     text = known.text
     for old, new in (change for mistake in chosen for change in mistake.changes):
         if old not in text:

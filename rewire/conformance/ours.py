@@ -16,12 +16,12 @@ from rewire.topologies.base import Dims, QKVInputs, materialize
 from rewire.topologies.registry import make_topology, name_and_options
 
 Weights = Mapping[str, Tensor]
-#: From the weights of a reference to those of a topology, by name.
+#: Converts the weights of a reference to those of a topology, by name.
 Packing = Callable[[Weights, Dims, Options], dict[str, Tensor]]
 
 
 def ours(scheme: str, **options: Any) -> Implementation:
-    """The topology of this name, with options of the reference."""
+    """The topology of this name with the reference's options, as an implementation."""
     known, topology = reference(scheme), topology_of(scheme, options)
     chosen = known.with_options(options)
 
@@ -33,7 +33,7 @@ def ours(scheme: str, **options: Any) -> Implementation:
 
 
 def topology_of(scheme: str, options: Options) -> Topology:
-    """The topology with options of the reference, whose defaults are those of the paper.
+    """The topology with the reference's options, whose defaults are the paper's.
 
     Raises:
         ValueError: an option that is a constant of the topology, such as the epsilon of most norms.
@@ -57,24 +57,24 @@ def dims_of(x: Tensor, branches: Sequence[Branch]) -> Dims:
 def trunk(
     topology: Topology, parameters: dict[str, Tensor], x: Tensor, branches: Sequence[Branch], dims: Dims
 ) -> Tensor:
-    """What a stream does, unit by unit."""
+    """Run a trunk as a stream does, unit by unit."""
     weights = topology.weights(parameters, dims)
     states = topology.start(x, weights)
     for t, branch in enumerate(branches, start=1):
         read, states = topology.read(states, weights, t)
-        ways = 4 if branch.attention else 1  # unit 1 of Attention Residuals has one source, and reads it as it is
+        ways = 4 if branch.attention else 1  # unit 1 of Attention Residuals has one source, which it reads as it is
         inputs = (read.q, read.k, read.v, read.residual) if isinstance(read, QKVInputs) else (materialize(read),) * ways
         states = topology.write(states, weights, t, branch(*inputs))
     return topology.finish(states, weights, dims)
 
 
 def packed(file: str, weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
-    """The weights of a reference as the topology lays them out."""
+    """The weights of a reference in the topology's layout."""
     return _PACKINGS[file](weights, dims, options)
 
 
 def _renamed(**names: str) -> Packing:
-    """Those that have other names alone: ``ours="theirs"``."""
+    """Packing that only renames weights: ``ours="theirs"``."""
 
     def packing(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
         return {ours: weights[theirs] for ours, theirs in names.items() if theirs in weights}
@@ -83,12 +83,12 @@ def _renamed(**names: str) -> Packing:
 
 
 def _states_read(t: int, block: int | None) -> list[int]:
-    """The i of the sources ``x_i`` of read t."""
+    """The indices i of the sources ``x_i`` of read t."""
     return [i for i in range(t) if i % (block or 1) == 0 or i == t - 1]
 
 
 def _stack_read(t: int, options: Options) -> int:
-    """How many vectors the stack of read t has."""
+    """The number of vectors in the stack of read t."""
     last, block = options.get("last"), options["block"] or 1
     return min(t, last + 2) if last else 1 - (1 - t) // block
 
@@ -175,7 +175,7 @@ def _mhc(weights: Weights, dims: Dims, options: Options) -> dict[str, Tensor]:
 
 
 def _orders(n: int) -> list[int]:
-    """For each permutation in the order of rewire, its number in lexicographic order."""
+    """For each permutation in rewire's order, its number in lexicographic order."""
     from rewire.topologies.manifolds import permutations
 
     eye, places = torch.eye(n), dict[tuple[float, ...], int]()

@@ -1,4 +1,4 @@
-"""Running an implementation on a case, noting what each unit reads, the output and all gradients."""
+"""Run an implementation on a case, and record the reads of all units, the output and all gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WAYS = ("queries", "keys", "values", "residual")
 
 @dataclasses.dataclass(eq=False)
 class Branch:
-    """What unit t computes of what it reads: ``tanh(x inner) outer``, or the same of four inputs.
+    """The branch of unit t: ``tanh(x inner) outer``, or the same with four inputs.
 
     Attributes:
-        attention: whether it begins with an attention, and takes q, k, v and what else is read there.
+        attention: whether it begins with an attention, and takes q, k, v and the residual's read.
         inner, outer: its weights, float64.
-        seen: what it was called with.
-        stored: what rounds the values that it takes and returns, if they come in more digits than they are stored in.
+        seen: the arguments of its calls.
+        stored: rounds its inputs and outputs, if they have more digits than they are stored with.
     """
 
     attention: bool
@@ -44,11 +44,11 @@ class Branch:
 
 
 class Rounding:
-    """Rounds values to a precision and hands them on in theirs, each draw in another way.
+    """Rounds values to a precision and returns them in their own dtype; each seed does it in another way.
 
     Args:
         dtype: the precision.
-        seed: 0 is to the nearest; with another, values move by up to half a digit before.
+        seed: 0 rounds to the nearest; others move values by up to half a digit before.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
@@ -70,17 +70,17 @@ def run(
     device: str = "cpu",
     rounded: Rounding | None = None,
 ) -> dict[str, Tensor]:
-    """What it computes, float64 on the CPU, in the order in which it is computed.
+    """The implementation's values, float64 on the CPU, in the order in which they are computed.
 
-    By name: ``reads.t``, what unit t reads, [N, D]; or ``reads.t.queries`` and so on; if it is called again,
+    By name: ``reads.t``, the read of unit t, [N, D]; or ``reads.t.queries`` and so on; if the unit is called again,
     ``again.reads.t``; ``output`` [N, D]; ``gradient.x`` and ``gradient.<weight>``.
 
     Args:
-        implementation: what is run.
-        case: what on.
+        implementation: what to run.
+        case: what to run it on.
         dtype: of hidden states. Weights are float32, or float64 if these are.
-        device: where.
-        rounded: of references: all is computed in float32, and only rounded where it is stored.
+        device: where to run it.
+        rounded: for references: everything is computed in float32, and rounded only where it is stored.
     """
     held = torch.float32 if rounded else dtype
     x = case.x.to(device, dtype).to(held).requires_grad_()
@@ -129,7 +129,7 @@ def of_module(
     """An implementation that is a module, called as ``module(x, branches)``.
 
     Args:
-        module: whose parameters are replaced by the weights of each case.
+        module: its parameters are replaced by the weights of each case.
         names: for each of its parameters, by path, the weight that it is, or a function of all weights that makes it.
 
     Example:

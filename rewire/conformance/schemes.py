@@ -1,4 +1,4 @@
-"""The schemes by name: which file of `references` says what each is, with which options."""
+"""The schemes by name: the file of `references` that defines each, and its options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rewire.errors import UnknownName, did_you_mean
 
-#: Of a scheme, by name.
+#: Options of a scheme, by name.
 Options: TypeAlias = Mapping[str, Any]
 
 _FOLDER = Path(__file__).parent / "references"
@@ -27,11 +27,11 @@ class Reference:
         name: of the scheme, as in `rewire.list_topologies`.
         title: what it is, in a few words.
         source: the paper or code that it comes from.
-        file: the one in ``references``, without its ending.
+        file: its file in ``references``, without the suffix.
         fixed: options of that file that make it this scheme.
-        defaults: options that the paper has otherwise than the file's other schemes.
-        spreads: how large its weights are in test cases, by name, where it is not 1; or the option that says so.
-        least: how many units it needs.
+        defaults: options whose value in the paper differs from that of the file's other schemes.
+        spreads: size of its weights in test cases, by name, if it is not 1; or the option that gives the size.
+        least: smallest number of units.
         divides: the option that has to divide the width.
         attention: whether it treats units that begin with an attention differently.
         text: the file; of a known mistake, the file with that mistake.
@@ -59,18 +59,18 @@ class Reference:
 
     @property
     def formula(self) -> str:
-        """What the file says of the scheme."""
+        """The formulas of the scheme, from its file."""
         return _functions(self.text, str(self.path))["__doc__"] or ""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What can be chosen, with the values of the paper."""
+        """The options that can be chosen, with the paper's values."""
         function = _functions(self.text, str(self.path))["forward"]
         named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         return {p.name: self.defaults.get(p.name, p.default) for p in named if p.name not in self.fixed}
 
     def with_options(self, given: Options) -> dict[str, Any]:
-        """All options, these given.
+        """All options, with the given ones replaced.
 
         Raises:
             UnknownName: the scheme does not have one of them.
@@ -82,7 +82,7 @@ class Reference:
         return {**self.fixed, **self.options, **given}
 
     def parameters(self, depth: int, width: int, attention: Collection[int], **options: Any) -> dict[str, Tensor]:
-        """Start values of the weights, by name; NaN where they are drawn."""
+        """Start values of the weights, by name; NaN for random ones."""
         make = _functions(self.text, str(self.path))["parameters"]
         taken = inspect.signature(make).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -91,7 +91,7 @@ class Reference:
 
     @property
     def drawn(self) -> dict[str, str]:
-        """How weights that start as random numbers are drawn."""
+        """How random start values are drawn."""
         return dict(_functions(self.text, str(self.path)).get("DRAWN", {}))
 
     def forward(
@@ -108,7 +108,7 @@ class Reference:
 
 @functools.cache
 def _functions(text: str, path: str) -> dict[str, Any]:
-    """What a file defines; of a mistaken copy, what that does."""
+    """The functions that a file defines, or its mistaken copy."""
     names: dict[str, Any] = {"__name__": Path(path).stem}
     exec(compile(text, path, "exec"), names)
     return names
@@ -127,7 +127,7 @@ def reference(name: str) -> Reference:
 
 
 def list_schemes() -> dict[str, str]:
-    """Name of every scheme that has a reference, and what it is in one line.
+    """Name of every scheme that has a reference -> a one-line description.
 
     Example:
         >>> "mhc" in rewire.conformance.list_schemes()

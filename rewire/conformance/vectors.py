@@ -16,7 +16,7 @@ from rewire.conformance.checker import allowed, exactly
 from rewire.conformance.running import Branch, of_reference, run
 from rewire.conformance.schemes import Options, Reference, list_schemes, reference
 
-#: Options of which there are files, beside the paper's.
+#: Options with files of their own, besides the paper's.
 VARIANTS: Mapping[str, tuple[Options, ...]] = {
     "mhc": ({"output": "learned", "eps": 1e-6}, {"output": "mean", "eps": 1e-6, "norm_eps": 1e-5}),
     "attnres": ({"block": 2}, {"qkv": True, "block": 2, "normed": True}),
@@ -28,12 +28,12 @@ VARIANTS: Mapping[str, tuple[Options, ...]] = {
 def write(folder: str | Path, schemes: list[str] | None = None) -> list[Path]:
     """Write the cases, one file for each, ``<folder>/<scheme>/<options>/<case>.safetensors``.
 
-    The same bytes on each run with one version of torch on one kind of processor. Inputs and weights are the same
-    everywhere; what follows from them may differ elsewhere in the last digits of float64.
+    The bytes are the same on each run with one version of torch on one kind of processor. Inputs and weights are the
+    same everywhere; values computed from them may differ elsewhere in the last digits of float64.
 
     Args:
-        folder: where to.
-        schemes: which; all if not given.
+        folder: where to write.
+        schemes: names of schemes; default: all.
 
     Returns:
         The files.
@@ -50,14 +50,14 @@ def write(folder: str | Path, schemes: list[str] | None = None) -> list[Path]:
             for case in cases(known, options):
                 path = Path(folder, name, _called(options), f"{case.name.replace(' ', '-')}.safetensors")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # A single entry: several would be written in an order that changes from run to run.
+                # A single entry: the order of several would change from run to run.
                 save_file(tensors(known, case), path, {"case": json.dumps(about(known, case), sort_keys=True)})
                 written.append(path)
     return written
 
 
 def tensors(known: Reference, case: Case) -> dict[str, Tensor]:
-    """Everything about a case, float64."""
+    """All tensors of a case, float64."""
     states: list[Tensor] = []
 
     def noted(state: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def tensors(known: Reference, case: Case) -> dict[str, Tensor]:
 
 
 def about(known: Reference, case: Case) -> dict[str, Any]:
-    """What else is to be known of a case, as JSON."""
+    """Everything else about a case, as JSON."""
     want = exactly(known, case)
     dtypes = {"float32": torch.float32} | ({"bfloat16": torch.bfloat16} if KINDS[case.name].low else {})
     return {

@@ -1,1 +1,1 @@
-"""What the states of a trunk look like in a model that runs: `rewire.diagnose` and `rewire.Monitor`."""
+"""Measurements on models that run (`rewire.diagnose`, `rewire.Monitor`), depth graphs, ablations."""

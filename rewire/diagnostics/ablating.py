@@ -34,13 +34,13 @@ from rewire.freezing import constant_program
 from rewire.runtime.connection import Connection, connections
 from rewire.topologies.program import Program, branch_of, learned_terms
 
-#: By destination and source, of each term a weight; None: as it is.
+#: For each destination and source, a weight for each of its terms; None leaves a weight as it is.
 Weights: TypeAlias = dict[Ends, list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is left out: the edges that are set, or a unit. Attributes as of `Effect`."""
+    """What is left out: edges, whose weights are set, or a unit. For attributes see `Effect`."""
 
     what: What
     trunk: str
@@ -62,13 +62,13 @@ class Trunk:
     """One trunk of the copy that runs.
 
     Attributes:
-        outline: its sums; of their terms, by destination and source, `weights`, and whether they are `learned`.
-        terms: of a static one, the terms of its program, whose weights are a buffer of the connection.
-        now: of others, what is set: by destination and source, of each term the new weight; `only` has the
-            destinations, `moved` how far weights are on the way there if not at the end, and `off` units that are
+        outline: its sums; for the terms of each destination and source, `weights`, and whether they are `learned`.
+        terms: for a static trunk, the terms of its program, whose weights are a buffer of the connection.
+        now: for other trunks, what is set: for each destination and source, the new weights of its terms; `only` has
+            the destinations, `moved` how far weights are on their way if not at its end, and `off` the units that are
             left out.
-        seen: of these, weights as they were in the first pass.
-        plain: the same of the plain network; None where it is not known.
+        seen: for these trunks, the weights in the first pass.
+        plain: the weights of the plain network; None if unknown.
         refused: why there are no edges to set; empty if there are.
     """
 
@@ -101,7 +101,7 @@ class Trunk:
         return plain if plain and {*plain} == {*self.weights} else None
 
     def install(self, copied: nn.Module) -> None:
-        """Let this trunk of the copy take what is set."""
+        """Let this trunk of the copy use the weights that are set."""
         name, old = self.layout.trunk, self.layout
         if self.terms is not None:
             topology = self.terms.topology(repr(old.topology))
@@ -114,7 +114,7 @@ class Trunk:
         rederive(copied, name, _Skips, off=self.off)
 
     def _change(self, target: str, weights: list[Tensor]) -> list[Tensor] | None:
-        """What `recording` calls where weights depend on the input."""
+        """Called by `recording` if weights depend on the input."""
         if self.record is not None:
             self.record(target, weights)
             return None
@@ -130,7 +130,7 @@ class Trunk:
         return found
 
     def changes(self, part: Part, plain: bool) -> Weights:
-        """By destination and source, new weights of its terms; None: as it is, of a shortcut kept beside them."""
+        """The new weights for each destination and source; None keeps that of a shortcut beside them."""
         if part.what == "unit":
             return {ends: [0.0] * len(terms) for ends, terms in self.weights.items() if ends[1] == part.source}
         zero = {ends: [0.0] * len(self.weights[ends]) for ends in part.edges}
@@ -141,7 +141,7 @@ class Trunk:
         }
 
     def differs(self, part: Part, plain: bool) -> bool:
-        """Whether a part sets weights to others than they have, and not to those that the other one sets."""
+        """Whether a part changes weights, and in another way than the other value of ``plain`` does."""
         if plain and (self.plain is None or part.what == "unit"):
             return False
         new = self.changes(part, plain)
@@ -161,7 +161,7 @@ class Trunk:
         unit: int | None = None,
         moved: Mapping[Ends, Tensor] | None = None,
     ) -> None:
-        """Run with these weights; without this unit; where they depend on the input, as far on the way as is told."""
+        """Run with these weights and without this unit. ``moved``: how far input-dependent weights go on their way."""
         if self.terms is not None:
             connections(copied)[self.layout.trunk].get_buffer("terms").copy_(self.terms.set(changes))
             return
@@ -182,21 +182,21 @@ class Trunk:
             if learned:
                 ends = line.target, term.source
                 edges[ends] = edges.get(ends, 0.0) + mean_of(term.weight)
-        if self.terms is None:  # what was not seen is no weight: a first read, say, that is of the input as it is
+        if self.terms is None:  # a source that was not seen has no weight, such as a first read, which is the input
             edges = {ends: self.seen[ends].mean for ends in edges if ends in self.seen}
         for source in dict.fromkeys(source for _, source in edges):
-            if not source.startswith("f"):  # without a branch output: that is its unit
+            if not source.startswith("f"):  # leaving out a branch output is leaving out its unit
                 yield Part("source", name, source, edges=tuple(ends for ends in edges if ends[1] == source))
         for ends, weight in edges.items():
             yield Part("edge", name, ends[1], ends[0], weight=weight, edges=(ends,))
 
 
 class Bench:
-    """What runs: a copy of the model, on the batches.
+    """A copy of the model that runs on the batches.
 
     Attributes:
         trunks: by name.
-        in_turn: why sets of weights did not run at once, where they were to.
+        in_turn: why sets of weights did not run at once, if they should have.
     """
 
     def __init__(
@@ -215,20 +215,20 @@ class Bench:
             trunk.install(self.copied)
 
     def parts(self) -> Iterator[Part]:
-        """All that there are, in the order in which they are told."""
+        """All parts, in the order of the report."""
         found = [part for trunk in self.trunks.values() for part in trunk.parts()]
         for what in get_args(What):
             yield from (part for part in found if part.what == what)
 
     def base(self) -> float:
-        """The loss with nothing left out. It comes first, and sees the weights."""
+        """The loss with nothing left out. It has to run first, and records the weights."""
         self.whole = self._loss()
         for trunk in self.trunks.values():
             trunk.set({}, self.copied)
         return self.whole
 
     def run(self, chosen: Sequence[Part], end: float | None, tick: Callable[[], None]) -> Iterator[Effect]:
-        """The effects, in turn, until the time is over."""
+        """The effects, one after the other, until the time is up."""
         for name, group in itertools.groupby(chosen, lambda part: part.trunk):
             waiting = [*group]
             while waiting and (end is None or time.monotonic() < end):
@@ -254,7 +254,7 @@ class Bench:
                     return self._together(trunk, sets)
                 except torch.OutOfMemoryError:
                     self.at_once //= 2
-                except Exception as error:  # vmap does not know an operation of the model, or follow it
+                except Exception as error:  # vmap does not support an operation of the model, or its control flow
                     self.in_turn, self.at_once = f"{type(error).__name__}: {error}", 1
         found = []
         for part, plain in runs:
@@ -264,10 +264,10 @@ class Bench:
         return found
 
     def slopes(self, name: str, parts: Sequence[Part]) -> list[float]:
-        """For each part, how fast the loss rises as its weights move to those of the plain network, which is 1 away.
+        """For each part, the slope of the loss as its weights move to those of the plain network, at distance 1.
 
-        One backward pass for all. With a weight a of each token, and w of the plain network, ``a + m (w - a)`` is what
-        runs at m; at 0, where the slope is taken, all else that depends on a source does so by itself.
+        One backward pass serves all parts. With a weight a for each token, and w of the plain network, the copy runs
+        with ``a + m (w - a)``. At m = 0, where the slope is taken, all else depends on a source as usual.
         """
         trunk, total = self.trunks[name], torch.zeros(len(parts), dtype=torch.float64)
         changes = [trunk.changes(part, True) for part in parts]
@@ -280,7 +280,7 @@ class Bench:
         return (total / len(self.batches)).tolist()
 
     def _moved(self, trunk: Trunk, changes: Sequence[Weights], moved: Tensor) -> Any:
-        """The model with weights so far on the way to each of these changes."""
+        """The model with weights moved so far towards each of these changes."""
         if trunk.terms is None:
             on_the_way = {ends: way for new, way in zip(changes, moved, strict=True) for ends in new}
             trunk.set({ends: new[ends] for new in changes for ends in new}, self.copied, moved=on_the_way)
@@ -291,13 +291,13 @@ class Bench:
         return _With(self.copied, {self._path(trunk): now.to(device)})
 
     def _path(self, trunk: Trunk) -> str:
-        """The path of the buffer that holds a static trunk's weights."""
+        """The path of the buffer with a static trunk's weights."""
         connection = connections(self.copied)[trunk.layout.trunk]
         (path,) = (path for path, module in self.copied.named_modules() if module is connection)
         return f"{path}.terms"
 
     def _together(self, trunk: Trunk, sets: Sequence[Tensor]) -> list[float]:
-        """How much the loss rises from the first of these sets of weights to each of the others: with all at once."""
+        """How much the loss rises from the first of these sets of weights to each of the others, all run at once."""
         connection = connections(self.copied)[trunk.layout.trunk]
         found = list[float]()
         for first in range(1, len(sets), self.at_once):
@@ -308,7 +308,7 @@ class Bench:
         return found
 
     def _of_each(self, name: str, sets: Tensor, batch: Any) -> Tensor:
-        """The loss with each of these in place of the buffer of that name."""
+        """The loss with each of these sets in place of the buffer of that name."""
 
         def loss(values: Tensor) -> Tensor:
             return self.loss(_With(self.copied, {name: values}), batch)
@@ -331,7 +331,7 @@ class Bench:
 
 
 class _With:
-    """The model with other buffers: what a loss may call."""
+    """The model with other buffers, as a loss may call it."""
 
     def __init__(self, model: nn.Module, buffers: dict[str, Tensor]) -> None:
         self._model, self._buffers = model, buffers
@@ -344,7 +344,7 @@ class _With:
 
 
 class _Skips:
-    """What ablates units under any topology: what they add is 0."""
+    """Ablates units under any topology: their branch outputs are set to 0."""
 
     off: set[int]
 
@@ -359,13 +359,13 @@ class _Skips:
 
 
 def _same(some: Weights, all_: Weights) -> bool:
-    """Whether the terms of the former have the same weights in the latter."""
+    """Whether the terms in ``some`` have the same weights in ``all_``."""
     pairs = (pair for ends, weights in some.items() for pair in zip(weights, all_[ends], strict=True))
     return all(a is None or b is None or bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) for a, b in pairs)
 
 
 def _weights(program: Program) -> Weights:
-    """By destination and source, the weights of the terms."""
+    """The weights of a program's terms, by destination and source."""
     found: Weights = {}
     for line, term, _ in learned_terms(program):
         found.setdefault((line.target, term.source), []).append(term.weight)

@@ -1,4 +1,4 @@
-"""rewire.ablate: what the loss is without an edge, a source or a unit."""
+"""rewire.ablate: the loss without an edge, a source or a unit."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def ablate(
 ) -> Ablation:
     """Measure the loss of a rewired model without each edge, each source and each unit.
 
-    Weights mislead: one may be large where nothing listens. Here a weight is set to 0, and to that of the plain
-    network, exactly and with all others as they are (a softmax is not made anew), and the loss is measured again. Edges
-    are those that `rewire.freeze` counts: terms of the sums with learned weights. A unit is left out by setting what it
-    adds to 0; that works for every topology.
+    Weights mislead: a large one may be on a state that nothing uses. So a weight is set to 0, and then to that of the
+    plain network, with all other weights unchanged (a softmax is not normalised again), and the loss is measured. Edges
+    are those that `rewire.freeze` counts: terms of the sums with learned weights. A unit is left out by setting its
+    branch output to 0, which works for every topology.
 
-    Where all weights are constant, several sets of them run at once (`torch.func.vmap`); weights that depend on the
-    token are set where they are used, in turn. The model stays as it is: a copy runs, in evaluation mode, without
+    If all weights are constant, several sets of them run at once (`torch.func.vmap`). Weights that depend on the token
+    are set where they are used, one after the other. The model stays as it is: a copy runs, in evaluation mode, without
     gradients, by plain torch operations.
 
     Args:
         model: a rewired or frozen model.
-        batches: what the loss is the mean over; kept.
+        batches: the loss is the mean over these; they are kept.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``. It may call the model, and read its
             attributes.
         of: "unit", "source", "edge", or some of these; None: all that a trunk has.
-        seconds: stop after that time; one pass is always made. What is left out then is a random part of the edges.
+        seconds: stop after that time, but not before one pass. The edges that were measured are then a random sample.
         at_most: measure no more edges than that, chosen at random.
-        at_once: sets of weights that run at once; fewer where memory does not suffice.
-        seed: of the choice, and of what is random in the model.
+        at_once: sets of weights that run at once; fewer if memory does not suffice.
+        seed: of that choice, and of random numbers in the model.
 
     Raises:
         RewireError: the model was not rewired, or is on the meta device; the loss is no single number.
@@ -88,7 +88,7 @@ def ablate(
 
 
 def _chosen(wanted: Sequence[Part], at_most: int | None, stops: bool, seed: int) -> list[Part]:
-    """Edges last; of those that are measured a fair sample, if some may be left out."""
+    """The parts in order, edges last; a random sample of the edges, if some may be left out."""
     edges, draw = [part for part in wanted if part.what == "edge"], random.Random(seed)
     if at_most is not None and at_most < len(edges):
         edges = [edges[number] for number in sorted(draw.sample(range(len(edges)), at_most))]

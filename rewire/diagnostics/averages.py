@@ -1,4 +1,4 @@
-"""Connection weights that depend on the input, as matrices: their mean on a batch, and how far they spread."""
+"""Input-dependent connection weights as matrices: their mean on a batch, and their standard deviation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEAN, _SPREAD = "mean", "spread"
 
 def averages(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Effective weights by trunk, [destination, source]: their mean over the tokens of a batch; and, where states are
-    mixed directly, the standard deviation over tokens and ways. Constant weights are their own mean.
+    mixed directly, their standard deviation over tokens and ways. Constant weights are their own mean.
 
     Raises:
         RewireError: the model was not rewired, or is on the meta device.
@@ -31,13 +31,13 @@ def averages(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str,
             means[name] = connection.matrix().detach()
             continue
         means[name] = matrix(_instead(outlines[name].program, seen[name], _MEAN))
-        if outlines[name].kind == "mixes":  # weights through parallel streams are products, which do not spread alone
+        if outlines[name].kind == "mixes":  # products of streams' gates have no spread of their own
             spreads[name] = matrix(_instead(outlines[name].program, seen[name], _SPREAD))
     return means, spreads
 
 
 def _instead(program: Program, seen: dict[tuple[str, str], Seen], what: str) -> Program:
-    """The program with the mean of each weight that was seen, or with its spread, of which others have none."""
+    """The program with the mean (or the spread) of each recorded weight; other weights stay (or have no spread)."""
 
     def weight(line: Line, term: Term) -> Weight:
         known = seen.get((line.target, term.source))

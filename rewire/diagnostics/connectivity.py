@@ -17,19 +17,19 @@ from rewire.topologies.program import Program, branch_of, digraph
 if TYPE_CHECKING:
     from rewire.diagnostics.depth_graph import DepthGraph
 
-#: Of a value, by the letter that its name begins with; ``out`` is what is read behind the last unit.
+#: Roles of values, by the first letter of their names; ``out`` is what is read after the last unit.
 _ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}
 
 
 def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None) -> DepthGraph:
-    """The depth graph of a rewired model: a `networkx.DiGraph` of its states and units, for all trunks together.
+    """The depth graph of a rewired model: a `networkx.DiGraph` of the states and units of all trunks.
 
-    It tells what is unused, what a unit really depends on, how deep the network effectively is and where it may be
-    cut: see `DepthGraph`. Weights that depend on the input are averaged over a batch; without one, the graph has the
-    part of them that does not depend on it.
+    It shows what is unused, what a unit really depends on, how deep the network effectively is and where it may be cut:
+    see `DepthGraph`. Weights that depend on the input are averaged over a batch; without one, the graph has the part of
+    them that does not depend on it.
 
     Which sums there are is exact for static topologies, for the dense ones (muddformer, attnres, grn-v3, dca) and for
-    parallel streams (hc-dynamic, mhc). Of others (frac-hc, hc-gated, ddl, laurel-lr, laurel-pa, residual-scale with
+    parallel streams (hc-dynamic, mhc). For others (frac-hc, hc-gated, ddl, laurel-lr, laurel-pa, residual-scale with
     biases) the graph has what `rewire.coefficients` shows.
 
     Args:
@@ -49,7 +49,7 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
         ('blocks.0.attn', 'mix')
         >>> depth.save("depth.graphml")
     """
-    from rewire.diagnostics.depth_graph import DepthGraph  # networkx takes a while, and few need it
+    from rewire.diagnostics.depth_graph import DepthGraph  # importing networkx is slow, and few need it
 
     check_ablation(ablation)
     learned = learned_connections(model, "it has no depth connections, and no graph")
@@ -83,9 +83,9 @@ def add_trunk(
         trunk: its name.
         outline: its sums.
         about_units: path, block and kind of units 0 (the input) to T + 1 (the output).
-        of_token: bytes of a state.
-        seen: by destination and source, weights on a batch.
-        known: whether there are weights.
+        of_token: bytes of a state for one token.
+        seen: weights on a batch, by destination and source.
+        known: whether the weights are known.
     """
     program, seen = outline.program, seen or {}
     plain = digraph(program)
@@ -99,7 +99,7 @@ def add_trunk(
         weight, spread = mean_of(data["weight"]), 0.0 if outline.kind == "static" or not data["learned"] else None
         if (target, source) in seen:
             weight, spread = seen[target, source].mean, seen[target, source].spread
-        elif seen:  # it is no weight
+        elif seen:  # it has no weight
             data["learned"], spread = False, 0.0
         data |= {"weight": weight if known else None, "spread": spread if known else None, "bytes": of_token}
         is_read, is_write = target == branch_of(places[target]), source == branch_of(places[target])
@@ -108,7 +108,7 @@ def add_trunk(
 
 
 def _read_at(program: Program) -> dict[str, int]:
-    """Mixes belong to the unit that reads them, also where the program has them behind the one before."""
+    """The unit that reads each mix, even if the program makes the mix after an earlier unit."""
     reads = {unit.read: t for t, unit in enumerate(program.units, start=1)}
     reads[program.output] = len(program.units) + 1
     return {value: at for value, at in reads.items() if _ROLES[value[0]] == "read"}

@@ -22,12 +22,12 @@ from rewire.topologies.program import reaching
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What crosses from the units up to t to those behind: what a pipeline that is cut there has to send.
+    """The values that cross a cut after unit t: what a pipeline that is cut there has to send.
 
     Attributes:
         after: t, from 0 (the trunk's input) to T.
-        states: nodes whose values units behind t read.
-        bytes: of one token of these; None if the width is unknown.
+        states: nodes whose values later units read.
+        bytes: of these values for one token; None if the width is unknown.
     """
 
     after: int
@@ -39,18 +39,18 @@ class DepthGraph(nx.DiGraph):
     """States and units of a model's trunks as nodes; reads, writes and mixes as weighted edges.
 
     A node is ``"<trunk>/<value>"``: ``x0`` the trunk's input, ``x1, ..`` states, ``s3_0`` stream 0 after unit 3, ``r5``
-    what unit 5 reads if that is a mix, ``f5`` the branch output of unit 5. Trunks are parts without edges between them.
+    the read of unit 5 if it is a mix, ``f5`` the branch output of unit 5. Trunks are not connected with each other.
 
     - Nodes have ``trunk``, ``value``, ``role`` ("state", "read" or "unit"), ``at`` (the unit t that makes it), ``path``
-      and ``block`` (of the unit; of a value those of the unit that makes it), ``bytes`` (of one token); units also
-      ``kind`` ("attention", "ffn", ..). The trunk's output has ``output=True``.
-    - Edges have ``weight`` (of weights per channel and per way the mean, of those per token that over the batch),
-      ``spread`` (their standard deviation over tokens and ways; 0 where they are constant), ``role`` ("read": a unit
-      sees it, "write": a unit made it, "mix": between values), ``learned``, ``fixed`` (what of the weight is a shortcut
-      that a topology keeps beside what it learns) and ``bytes`` (one token of what is read).
+      and ``block`` (of the unit, or of the unit that makes the value), ``bytes`` (of one token); units also ``kind``
+      ("attention", "ffn", ..). The trunk's output has ``output=True``.
+    - Edges have ``weight`` (the mean over channels and ways, and over the batch for weights per token), ``spread``
+      (their standard deviation over tokens and ways; 0 for constant ones), ``role`` ("read": a unit reads it, "write":
+      a unit made it, "mix": between values), ``learned``, ``fixed`` (the part of the weight that is a shortcut which a
+      topology keeps beside its learned weights) and ``bytes`` (one token of the value that is read).
       With an ablation also ``without`` and ``plain``: how much the loss rises, see `rewire.ablate`.
 
-    What is not known (weights on the meta device, bytes of an unknown width, the spread without a batch) is None.
+    Unknown values (weights on the meta device, bytes of an unknown width, the spread without a batch) are None.
     """
 
     @property
@@ -62,7 +62,7 @@ class DepthGraph(nx.DiGraph):
         """The part of one trunk.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no trunk of this name.
         """
         nodes = [node for node, name in self.nodes(data="trunk") if name == trunk]
         if not nodes:
@@ -78,24 +78,24 @@ class DepthGraph(nx.DiGraph):
         return [node for node, output in self.nodes(data="output") if output]
 
     def unused(self, threshold: float = 0.0) -> list[str]:
-        """States, reads and units of which nothing comes to a trunk's output.
+        """States, reads and units without a path to a trunk's output.
 
         Args:
-            threshold: learned edges with a smaller weight, in magnitude, count as none, and all of weight 0.
+            threshold: learned edges with a weight of smaller magnitude are ignored, and all edges of weight 0.
                 (`rewire.freeze` drops the learned ones, too. It keeps what unused units read: their branches run.)
         """
         used = reaching(self._over(threshold), self.outputs())
         return [node for node in self if node not in used]
 
     def dependencies(self, unit: str, threshold: float = 0.0) -> dict[str, float]:
-        """What a unit, or an output, sees of the trunk's input and of each earlier unit: their total weights in it.
+        """The total weights of the trunk's input and of each earlier unit in what a unit, or an output, reads.
 
-        A unit's own branch is not looked through: weights are those of ``r_t = sum_i w_i f_i`` with ``f_0 = x_0``, all
-        ways from ``f_i`` to ``r_t`` added up. Norms between them (post-norm blocks) count as 1.
+        Branches are not looked through: weights are those of ``r_t = sum_i w_i f_i`` with ``f_0 = x_0``, added up over
+        all paths from ``f_i`` to ``r_t``. Norms between them (post-norm blocks) count as 1.
 
         Args:
             unit: a node.
-            threshold: those whose weight is not larger, in magnitude, are left out.
+            threshold: weights of no larger magnitude are left out.
 
         Raises:
             KeyError: there is no such node.
@@ -114,7 +114,7 @@ class DepthGraph(nx.DiGraph):
         return {node: found[node] for node in self if abs(found.get(node, 0.0)) > threshold}
 
     def path_lengths(self, trunk: str) -> list[float]:
-        """How much of a trunk's output comes by paths through 0, 1, .. T units: shares, which add up to 1.
+        """The shares of a trunk's output that come by paths through 0, 1, .. T units; they add up to 1.
 
         A path counts with the product of the magnitudes of its weights, as if all branches had the same gain. In a
         plain residual network all paths count alike, and lengths are binomial (arXiv 1605.06431).
@@ -125,7 +125,7 @@ class DepthGraph(nx.DiGraph):
         part = self.of(trunk)
         part._check_known()
         depth = len(part.units())
-        logs: dict[str, torch.Tensor] = {}  # of each node, by length, the sum over paths; logarithms do not overflow
+        logs: dict[str, torch.Tensor] = {}  # by node and length, sums over paths; logarithms do not overflow
         for node in nx.topological_sort(part):
             given = [(source, abs(weight)) for source, _, weight in part.in_edges(node, data="weight") if weight]
             lengths = torch.full((depth + 1,), -torch.inf, dtype=torch.float64)
@@ -141,14 +141,14 @@ class DepthGraph(nx.DiGraph):
     def effective_depth(self, trunk: str) -> float:
         """The mean of `path_lengths`: units on a path from the trunk's input to its output.
 
-        Another notion than `rewire.diagnose` has, which looks at what blocks change and not at weights.
+        `rewire.diagnose` has another notion, which looks at how much blocks change states, and not at weights.
         """
         return sum(length * share for length, share in enumerate(self.path_lengths(trunk)))
 
     def cuts(self, trunk: str) -> list[Cut]:
-        """For each place between units, what crosses it: the fewest bytes are the cheapest place to cut a pipeline.
+        """For each place between units, the values that cross it: cut a pipeline where they have fewest bytes.
 
-        Where a single state crosses, all that later units see of earlier ones comes through it.
+        If a single state crosses, all that later units read of earlier ones comes through it.
         """
         part = self.of(trunk)
         units, places = part.units(), dict(part.nodes(data="at"))
@@ -165,7 +165,7 @@ class DepthGraph(nx.DiGraph):
         ]
 
     def _over(self, threshold: float) -> nx.DiGraph:
-        """Without learned edges of a smaller weight, and all of weight 0."""
+        """The graph without learned edges of a smaller weight, and without edges of weight 0."""
 
         def strong(source: str, target: str) -> bool:
             data = self.edges[source, target]
@@ -175,7 +175,7 @@ class DepthGraph(nx.DiGraph):
         return nx.subgraph_view(self, filter_edge=strong)
 
     def _backwards(self, node: str) -> Iterable[str]:
-        """A node and all before it, last first."""
+        """A node and all nodes before it, last first."""
         return reversed([*nx.topological_sort(self.subgraph(reaching(self, [node])))])
 
     def _is_source(self, node: str) -> bool:
@@ -187,14 +187,14 @@ class DepthGraph(nx.DiGraph):
             raise RewireError("the model was on the meta device: its weights are not known.")
 
     def summary(self) -> Summary:
-        """What printing shows: for each unit what it depends on, and what of each trunk is unused."""
+        """What printing shows: the dependencies of each unit, and what is unused in each trunk."""
         return Summary(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graph; the suffix of the path selects the format: .graphml, .dot or .json (node-link data).
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: the suffix is none of these.
         """
         suffix = Path(path).suffix.lower()
         if suffix not in (".graphml", ".dot", ".json"):
@@ -207,7 +207,7 @@ class DepthGraph(nx.DiGraph):
                 file.write_text(text, encoding="utf-8")
 
     def _known(self) -> nx.DiGraph:
-        """Without attributes that are None, which GraphML has no place for."""
+        """The graph without attributes that are None, which GraphML cannot hold."""
         graph = nx.DiGraph()
         graph.add_nodes_from((node, _without_none(data)) for node, data in self.nodes(data=True))
         graph.add_edges_from((a, b, _without_none(data)) for a, b, data in self.edges(data=True))
@@ -267,11 +267,11 @@ class Summary(Shown):
         return table(("unit", "path", "kind", "reads, largest weights first", "held after it"), rows)
 
 
-_SHOWN = 4  # of what a unit sees, in a printed table
+_SHOWN = 4  # dependencies of a unit, in a printed table
 
 
 def _told(values: list[str]) -> str:
-    """The first and the last of them."""
+    """The first and the last values as text."""
     return ", ".join(values) if len(values) <= _SHOWN else f"{values[0]} .. {values[-1]}: {len(values)}"
 
 

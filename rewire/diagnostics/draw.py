@@ -25,12 +25,12 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap", batch: An
     Args:
         source: a rewired model, or the path of a saved state dict of one (``torch.save`` or .safetensors).
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
-        kind: ``"heatmap"``: weights as a matrix, as in ANCRe's Figure 6. ``"arcs"``: the topology, states on a line
-            and arcs between them. ``"bars"``: for each unit a bar chart of its weights, as in DCA's Figure 10; weights
+        kind: ``"heatmap"``: weights as a matrix, as in ANCRe's Figure 6. ``"arcs"``: the topology, states on a line and
+            arcs between them. ``"bars"``: for each unit a bar chart of its weights, as in DCA's Figure 10; weights
             per channel by their median and percentiles if ``source`` is a model, by their mean if it is a checkpoint.
         batch: what a model is called with, as for `rewire.diagnose`. Weights that depend on the token are then shown by
-            their mean on it, and in a heat map by their standard deviation, too. Without it, what is shown of them is
-            the part that does not depend on the input: at the start, that of the plain network.
+            their mean on it, and in a heat map also by their standard deviation. Without it, only the part of them that
+            does not depend on the input is shown: at the start, that of the plain network.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -1,4 +1,4 @@
-"""What ablations do: what `rewire.ablate` returns."""
+"""The results of `rewire.ablate`: effects of ablations."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SHOWN = 12  # edges in a printed report
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What one ablation does.
+    """The effect of one ablation.
 
     Attributes:
-        what: "unit": without what it adds; "source": without a value in all sums that learn how much of it they take;
+        what: "unit": without its branch output; "source": without a value in all sums that learn a weight for it;
             "edge": without it in one of them.
         trunk: its name.
         source: the value, or the unit's branch output ``f3``.
         destination: of an edge, the sum.
         path: of a unit.
-        weight: of an edge, as `rewire.graph` has it.
+        weight: of an edge, as in `rewire.graph`.
         without: how much the loss rises with weight 0.
         plain: how much it rises with the weight of the plain network, that of the topology's preserving start; None if
-            it has none, and of units.
+            it has none, and for units.
     """
 
     what: What
@@ -54,11 +54,11 @@ class Ablation(Shown):
     """What `rewire.ablate` measured. Printing it shows tables.
 
     Attributes:
-        loss: the mean over the batches, nothing left out.
-        effects: what was measured, units first, then sources, then edges.
-        asked: how many there are.
-        refused: by trunk, why it has no edges or sources that could be left out.
-        in_turn: why sets of weights did not run at once, where they were to.
+        loss: the mean over the batches, with nothing left out.
+        effects: the measured effects: units, then sources, then edges.
+        asked: number of effects that were to be measured.
+        refused: for each trunk, why it has no edges or sources that could be left out.
+        in_turn: why sets of weights did not run at once, if they should have.
     """
 
     loss: float
@@ -69,33 +69,33 @@ class Ablation(Shown):
 
     @property
     def units(self) -> list[Effect]:
-        """The units."""
+        """The effects of units."""
         return [effect for effect in self.effects if effect.what == "unit"]
 
     @property
     def sources(self) -> list[Effect]:
-        """The sources."""
+        """The effects of sources."""
         return [effect for effect in self.effects if effect.what == "source"]
 
     @property
     def edges(self) -> list[Effect]:
-        """The edges."""
+        """The effects of edges."""
         return [effect for effect in self.effects if effect.what == "edge"]
 
     def correlation(self, trunk: str | None = None) -> float | None:
-        """Spearman's, of ``|weight|`` and of the rise of the loss without it, over the measured edges.
+        """Spearman's rank correlation of ``|weight|`` and the rise of the loss without it, over the measured edges.
 
         Args:
-            trunk: of this one; None: of all.
+            trunk: only this one; None: all.
 
         Returns:
-            From -1 to 1; None where there are less than 3 edges, or all are alike.
+            From -1 to 1; None if there are fewer than 3 edges, or all are alike.
         """
         edges = [effect for effect in self.edges if trunk in (None, effect.trunk) and effect.weight is not None]
         return spearman([abs(edge.weight or 0.0) for edge in edges], [edge.without for edge in edges])
 
     def strongest(self, k: int, by: Literal["without", "weight"] = "without") -> list[Effect]:
-        """The k edges of all that were measured without which the loss rises most, or of the largest weight.
+        """The k measured edges without which the loss rises most, or those of the largest weight.
 
         Each was left out alone: together they may do less than their sum, or more.
 
@@ -110,7 +110,7 @@ class Ablation(Shown):
         return sorted(self.edges, key=score, reverse=True)[:k]
 
     def to_json(self) -> str:
-        """All numbers, as an object."""
+        """All numbers as JSON."""
         return to_json({**dataclasses.asdict(self), "correlation": self.correlation()})
 
     def onto(self, graph: DepthGraph) -> None:
@@ -163,13 +163,13 @@ class Ablation(Shown):
 
 
 def check_ablation(given: object) -> None:
-    """Raise TypeError if it is not what `rewire.ablate` has returned, or None."""
+    """Raise TypeError if ``given`` is neither a result of `rewire.ablate` nor None."""
     if given is not None and not isinstance(given, Ablation):
         raise TypeError(f"ablation must be what rewire.ablate returned, not {type(given).__name__}.")
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Spearman's rank correlation; None of fewer than 3 pairs, or where all of either are equal."""
+    """Spearman's rank correlation; None for fewer than 3 pairs, or if all values of either are equal."""
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     ranks = torch.stack([_ranks(a), _ranks(b)])
@@ -177,7 +177,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> Tensor:
-    """Ranks in float64; equal values share the mean of theirs."""
+    """Ranks in float64; equal values share the mean of their ranks."""
     _, group, counts = torch.tensor(values, dtype=torch.float64).unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[group]

@@ -1,4 +1,4 @@
-"""The loss of a batch, where nobody says what it is."""
+"""The loss of a batch, if the caller does not define one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rewire.errors import RewireError
 
-#: Of a model and a batch, a scalar.
+#: A function from a model and a batch to a scalar.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
@@ -30,7 +30,7 @@ def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
 
 
 def scalar(loss: Loss) -> Loss:
-    """``loss``, which has to give a tensor of one number."""
+    """``loss``, checked to return a tensor of one number."""
 
     @functools.wraps(loss)
     def checked(model: Any, batch: Any) -> Tensor:

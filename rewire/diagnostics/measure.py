@@ -39,8 +39,8 @@ class Diagnosis(Shown):
     Attributes:
         trunks: the residual streams that the batch reached.
         loss: the scalar whose gradients were taken.
-        unreached: names of a rewired model's trunks that the batch did not reach; of a plain model's, the batch shows
-            those alone that it reaches.
+        unreached: names of a rewired model's trunks that the batch did not reach; empty for a plain model, whose trunks
+            are only known if the batch reaches them.
     """
 
     trunks: tuple[TrunkSignals, ...]
@@ -79,23 +79,23 @@ def diagnose(
 ) -> Diagnosis:
     """Measure how signals and gradients pass through the residual streams of ``model``.
 
-    One forward and one backward pass run on a copy that shares the weights, then for each trunk a forward and one
+    A copy that shares the weights runs one forward and one backward pass, then for each trunk a forward and one
     backward pass per probe. The model itself is not touched: no hooks, no gradients, no flags, no random state. The
-    copy keeps all hidden states, about what training keeps.
+    copy keeps all hidden states, about as much as training keeps.
 
     Args:
-        model: a plain, rewired or frozen model; of a rewired one, the rewired trunks are measured. Not one that is
-            sharded, wrapped or compiled: measure it before, or what is inside the wrapper.
+        model: a plain, rewired or frozen model; in a rewired one, the rewired trunks are measured. It must not be
+            sharded, wrapped or compiled: measure it before, or pass the model inside the wrapper.
         batch: what the model is called with: a tensor, a tuple of args, a dict of kwargs, or a pair of both. None:
             inputs that the pattern registry makes.
-        loss: from what the model returns to the scalar whose gradients are taken. None: what the model calls its
-            ``loss`` (transformers, given labels); else the product of all outputs with a fixed random direction,
-            ``sum_k v_k y_k / sqrt(n)``, which says how gradients grow or shrink, not how large those of training are.
+        loss: from the model's output to the scalar whose gradients are taken. None: the ``loss`` in the output
+            (transformers, given labels); else the product of all outputs with a fixed random direction,
+            ``sum_k v_k y_k / sqrt(n)``, which shows how gradients grow or shrink, not how large they are in training.
         probes: random probes for chi where the trunk's output has more than 512 numbers (see
             `rewire.diagnostics.signals.mean_squared_singular_value`); 0: no chi.
-        seed: of the random direction, the probes, and what is random in the model.
-        evaluate: run in evaluation mode. False: modules in the mode in which they are (dropout drops, batch norms use
-            the batch; the model's running averages stay as they are).
+        seed: of the random direction, the probes, and random numbers in the model.
+        evaluate: run in evaluation mode. False: modules in their present mode (dropout drops, batch norms use the
+            batch; the model's running averages stay as they are).
 
     Raises:
         NoResidualAdds: the model has no residual stream.
@@ -120,7 +120,7 @@ def diagnose(
         copy.eval()
     own_buffers(copy)
     about = f"diagnosing {type(model).__name__}"
-    # Eager: what is recorded inside a compiled graph has no gradient from what the graph returns.
+    # Eager: what is recorded inside a compiled graph would have no gradient from the graph's output.
     with torch.enable_grad(), seeded(seed, copy), uncompiled(), progress(about):
         value = _loss(called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
@@ -159,7 +159,7 @@ def _projection(outputs: Sequence[Tensor], seed: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """L2 norms of the loss's gradients for one trunk: in its input; by site, in branch outputs and weights."""
+    """L2 norms of the loss's gradients for one trunk: for its input; by site, for branch outputs and weights."""
 
     input: float
     branches: list[float | None]
@@ -190,7 +190,7 @@ def _gradients(value: Tensor, copy: nn.Module, records: Sequence[Record]) -> lis
 
 
 def _weights(copy: nn.Module, path: str) -> list[Tensor]:
-    """Trained weights of the module at ``path``; none if that is no module."""
+    """Trained weights of the module at ``path``; empty if there is no such module."""
     try:
         module = copy.get_submodule(path)
     except AttributeError:
@@ -246,7 +246,7 @@ def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSig
 
 
 def effective_streams(streams: Tensor) -> float:
-    """How many of the streams [..., n, D] of a token differ: see `TrunkSignals`."""
+    """The effective number of different streams [..., n, D] of a token: see `TrunkSignals`."""
     wide = streams.double()
     squares = torch.linalg.eigvalsh(wide @ wide.mT).clamp(min=0)  # of the singular values
     shares = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -21,7 +21,7 @@ Log = Callable[[Values, int], object]
 
 
 class Monitor:
-    """Logs connection weights, and if asked diagnostics, of a model while it trains.
+    """Logs connection weights, and on request diagnostics, of a model while it trains.
 
     ```python
     monitor = rewire.Monitor(model, SummaryWriter("runs/1"), every=100)
@@ -31,7 +31,7 @@ class Monitor:
         monitor.step()
     ```
 
-    Series are named ``rewire/<trunk>/..``; of the connection weights p_ji [destination, source] of a trunk, as
+    Series are named ``rewire/<trunk>/..``. For the connection weights p_ji [destination, source] of a trunk, as
     `rewire.coefficients` returns them:
 
     - ``weights/min``, ``weights/max``, ``weights/mean``: over the connections that exist;
@@ -39,20 +39,19 @@ class Monitor:
       increment) before the destination, averaged over the destinations;
     - ``weights/sources``: effective number of sources, the exponential of the entropy of the shares, averaged likewise;
     - ``weights/change``: relative change since the monitor was made, ``||P - P_0|| / ||P_0||``;
-    - ``weights/speed``: ``||P - P'|| / ||P_0||`` for each step since the last log, P' being P then: where it is 0 they
-      have stopped;
-    - ``weights/moved``: largest change of a stored weight since then, in natural units (``Topology.natural_scales``):
-      logits that moved by more than about 5 are those of a softmax with one choice left;
+    - ``weights/speed``: ``||P - P'|| / ||P_0||`` per step since the last log, when P was P': 0 where they have stopped;
+    - ``weights/moved``: largest change of a stored weight since the monitor was made, at natural scales
+      (``Topology.natural_scales``): if logits moved by more than about 5, their softmax has one choice left;
     - ``weights/gradient``: norm of their gradient, if it is still there: call `step` before ``zero_grad``.
 
-    With ``matrices``, ``weights/matrix`` is P itself: a tensor for a callable, a heatmap for a SummaryWriter. Of a
+    With ``matrices``, ``weights/matrix`` is P itself: a tensor for a callable, a heatmap for a SummaryWriter. From a
     diagnosis (see `rewire.diagnose`): ``chi``, ``effective_depth``, ``gradient/input``, ``stream/output``, and for each
     residual add ``stream/<number> <branch>``, likewise ``branch``, ``update``, ``cosine``, ``gradient`` and
     ``weight_gradient``; ``influence/<number> <block>``.
 
-    In a distributed run make one on rank 0 only, with the model as it was before it was wrapped by DDP. Weights that
-    FSDP2 shards are gathered by all ranks together: call `step` on all of them, with a ``log`` that does nothing on
-    the others; sharded models cannot be diagnosed.
+    In a distributed run make one on rank 0 only, with the model from before it was wrapped by DDP. Weights that FSDP2
+    shards are gathered by all ranks together: call `step` on all of them, with a ``log`` that does nothing on the
+    others; sharded models cannot be diagnosed.
 
     Args:
         model: a rewired model; or, for diagnostics only, a plain one.
@@ -60,7 +59,7 @@ class Monitor:
             callable that takes a dict of values by name, floats and perhaps tensors, and the number of the step.
         every: steps between two logs of the connection weights.
         diagnose_every: steps between two diagnoses; None: never. Each costs some forward and backward passes.
-        batch: what to diagnose on, kept for all of them: see `rewire.diagnose`.
+        batch: the batch for all diagnoses, which is kept: see `rewire.diagnose`.
         matrices: log the whole matrices, too.
         options: for `rewire.diagnose`, such as ``loss`` and ``probes``.
 
@@ -101,7 +100,7 @@ class Monitor:
         """Count one training step, and log what is due; call it after each step of the optimiser.
 
         Args:
-            number: of the step, from 1, if the caller counts itself (after resuming, say).
+            number: of the step, from 1, if the caller counts itself (for example after resuming).
         """
         self.count = self.count + 1 if number is None else number
         values: Values = {}
@@ -139,7 +138,7 @@ class Monitor:
         return MonitorCallback()
 
     def _moves(self, trunk: str, matrix: Tensor) -> dict[str, float]:
-        """How far the weights of a trunk moved, how fast they do, and what gradient they have."""
+        """How far and how fast the weights of a trunk moved, and the norm of their gradient."""
         now = look(connections(self.model)[trunk], self._start[trunk], self.count)
         steps = max(1, self.count - self._logged)
         size = self._first[trunk].norm().clamp_min(torch.finfo(matrix.dtype).tiny)
@@ -160,7 +159,7 @@ def _statistics(matrix: Tensor, first: Tensor) -> dict[str, float]:
     offset = matrix.shape[1] - matrix.shape[0]
     exists = torch.ones_like(matrix, dtype=torch.bool).tril(offset)
     shares = matrix.abs() / matrix.abs().sum(1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    newest = shares.diagonal(offset)  # the last that exists in each row
+    newest = shares.diagonal(offset)  # the last existing source in each row
     return {
         "min": float(matrix[exists].min()),
         "max": float(matrix[exists].max()),

@@ -1,4 +1,4 @@
-"""How far connection weights have moved, whether they still have a gradient, and when they stopped."""
+"""How far connection weights have moved, whether they still have a gradient, and when they stopped moving."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rewire.runtime.connection import Connection
 
-#: A way of which less than this part is left counts as gone to its end.
+#: Share of the way that may be left when weights count as settled.
 _LEFT = 0.05
-#: A gradient below this part of the largest one counts as gone.
+#: Share of the largest gradient below which a gradient counts as gone.
 _GONE = 0.01
 
 
@@ -23,11 +23,11 @@ class Look:
 
     Attributes:
         step: the training step.
-        moved: largest change of a stored weight since the start, in natural units: where weights are softmaxes, a
-            change of 1 is a factor of e between two of them.
-        gradient: L2 norm of the gradient of all stored weights, as it lies in ``.grad``; None if there is none.
+        moved: largest change of a stored weight since the start, at natural scales. For a softmax, a change of 1 is a
+            factor of e between two of its weights.
+        gradient: L2 norm of the gradient of all stored weights, as it is in ``.grad``; None if there is none.
         effective: the effective weights that do not depend on the input, flat, float32 on the CPU.
-        stored: the learned weights, flat, in natural units.
+        stored: the learned weights, flat, at natural scales.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Look:
 
 @torch.no_grad()
 def look(connection: Connection, start: dict[str, Tensor], step: int) -> Look:
-    """Look at a connection whose learned weights began as ``start`` (`Connection.values`)."""
+    """Look at a connection whose learned weights started at ``start`` (`Connection.values`)."""
     units, values = connection.stored_in, connection.values()
     stored = _flat([value / units[name] for name, value in values.items()])
     began = _flat([start[name] / units[name] for name in values])
@@ -49,7 +49,7 @@ def look(connection: Connection, start: dict[str, Tensor], step: int) -> Look:
 
 
 def starts(connections: dict[str, Connection]) -> dict[str, dict[str, Tensor]]:
-    """The learned weights of each trunk as they are now, to be compared with later."""
+    """The present learned weights of each trunk, for later comparison."""
     return {
         trunk: {name: value.detach().clone() for name, value in connection.values().items()}
         for trunk, connection in connections.items()
@@ -58,7 +58,7 @@ def starts(connections: dict[str, Connection]) -> dict[str, dict[str, Tensor]]:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Where the connection weights of a run went.
+    """How the connection weights of a run moved.
 
     Attributes:
         moved: as `Look.moved`, at the end.
@@ -72,7 +72,7 @@ class Moves:
 
     @property
     def saturated(self) -> bool:
-        """Whether the gradient is gone, so that no more can be learned."""
+        """Whether the gradient is gone, so that nothing more can be learned."""
         return self.gradient < _GONE
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Moves:
 
 
 def together(looks: Sequence[Look]) -> Look:
-    """Looks at several trunks at one step, as one."""
+    """Combine looks at several trunks at one step."""
     gradients = [each.gradient for each in looks if each.gradient is not None]
     effective, stored = (torch.cat([getattr(each, name) for each in looks]) for name in ("effective", "stored"))
     moved = max(each.moved for each in looks)
@@ -89,10 +89,10 @@ def together(looks: Sequence[Look]) -> Look:
 
 
 def moves(looks: Sequence[Look]) -> Moves:
-    """What looks, in order, say together.
+    """Summarise looks in order.
 
-    The way is that of the effective weights, as logits of a softmax that has chosen move on without effect; or that of
-    the stored ones, where all effective ones depend on the input.
+    The way is that of the effective weights, as the logits of a saturated softmax move on without effect. If all
+    effective weights depend on the input, it is that of the stored weights.
     """
     way = [each.effective - looks[-1].effective for each in looks]
     if not way[0].any():
@@ -111,5 +111,5 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _norm(gradients: list[Tensor]) -> float:
     norm = nn.utils.get_total_norm(gradients)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded weight
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # if the weight is sharded
     return whole.item()

@@ -1,7 +1,7 @@
-"""A copy of a model that keeps what its residual streams hold: what `rewire.diagnose` runs.
+"""A copy of a model that records its residual streams, for `rewire.diagnose`.
 
-The streams of the copy say themselves what passes through them (`Layout.observe`). The caller's model has no hooks at
-any time, and a model that is not observed pays nothing.
+The copy's streams report what passes through them (`Layout.observe`). The caller's model never has hooks, and a model
+that is not observed pays nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rewire.trunk import Trunk
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """What one forward of a trunk computed.
+    """The values of one forward of a trunk.
 
     Attributes:
         input: ``x_0``, the hidden states at the trunk's input; with a gradient.
-        reads: for each site, by position, what its branch read (of separate q/k/v inputs, that of the residual); all
-            in the dimensions that the output has.
+        reads: for each site, by position, what its branch read (with separate q/k/v inputs, that of the residual), in
+            the dimensions of the output.
         branches: for each site, by position, the branch outputs that it added; several if they ran in parallel.
-        states: the topology's, before it makes the output of them.
+        states: the topology's, before it computes the output from them.
         output: the trunk's output; None if its last block was not reached.
     """
 
@@ -46,9 +46,9 @@ class Run:
     output: Tensor | None = None
 
     def keep(self, what: str, position: int, value: Any) -> None:
-        """Called by the stream, see `Layout.observe`."""
+        """Record a value; the stream calls it, see `Layout.observe`."""
         if self.output is not None:
-            return  # activation checkpointing computes it again
+            return  # activation checkpointing recomputes it
         match what:
             case "read":
                 self.reads[position] = value
@@ -64,13 +64,13 @@ class Run:
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """What is kept of one trunk.
+    """The recorded values of one trunk.
 
     Attributes:
         trunk: the trunk.
         topology: how it is connected.
-        given: hidden states to put in place of the trunk's input; None: what the model computes.
-        runs: what forwards computed, one for each time that the trunk was entered.
+        given: hidden states that replace the trunk's input; None: those that the model computes.
+        runs: one for each time that the trunk was entered.
     """
 
     trunk: Trunk
@@ -79,24 +79,24 @@ class Record:
     runs: list[Run] = dataclasses.field(default_factory=list)
 
     def begin(self, connection: Connection, args: tuple[Tensor]) -> Tensor:
-        """The trunk's input, where its connection is about to open a stream: a hook on the copy's connection."""
+        """Record and return the trunk's input. The copy's connection calls this hook before it opens a stream."""
         x = args[0] if self.given is None else self.given
         run = Run(x if x.requires_grad else x.detach().requires_grad_())
         self.runs.append(run)
-        connection.layout = copy.copy(connection.layout)  # of this stream: others may be on their way
+        connection.layout = copy.copy(connection.layout)  # for this stream only
         connection.layout.observe = run.keep
         return run.input
 
 
 def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module, list[Record]]:
-    """A copy of ``model`` that computes the same and keeps what its residual streams hold.
+    """A copy of ``model`` that computes the same and records its residual streams.
 
     Args:
         model: a plain, rewired or frozen model. Its parameters and buffers are shared.
-        inputs: what it is going to be run on.
+        inputs: what it will be run on.
 
     Returns:
-        The copy, and for each trunk (of a rewired model, each rewired one) its record.
+        The copy, and the record of each trunk (in a rewired model, of each rewired one).
 
     Raises:
         NoResidualAdds: the model has no residual stream.
@@ -127,7 +127,7 @@ def inputs_of(model: nn.Module, batch: Any) -> Inputs:
 
 
 def own_buffers(copy: nn.Module) -> None:
-    """Let what the copy's modules count be their own."""
+    """Give the copy its own buffers for what its modules count."""
     for module in copy.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, buffer.clone())
@@ -146,5 +146,5 @@ def called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
 
 
 def own(value: Any) -> Any:
-    """An input that the model may write to."""
+    """A copy of an input, which the model may write to."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What a topology's formulas are as sums of named values, whether or not their weights depend on the input."""
+"""A topology's formulas as sums of named values, whether or not their weights depend on the input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rewire.topologies.hyper import ParallelStreams
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of, mapped, recurrence
 from rewire.trunk import Site
 
-#: What the sums are: all of them constant; mixes of a dense topology, or gates of streams, with weights per token; or
-#: no more than what `Topology.matrix` tells.
+#: The kind of sums: all constant; mixes of a dense topology, or gates of streams, with weights per token; or only what
+#: `Topology.matrix` shows.
 Kind = Literal["static", "mixes", "streams", "matrix"]
 
 
@@ -30,8 +30,8 @@ class Outline:
 
     Attributes:
         program: with the weights, or the part of them that does not depend on the input.
-        kind: what is exact about it: of ``"mixes"`` and ``"streams"`` that there are these sums, of ``"matrix"`` only
-            what the matrix says.
+        kind: what is exact about it: for ``"mixes"`` and ``"streams"`` which sums there are, for ``"matrix"`` only what
+            the matrix shows.
     """
 
     program: Program
@@ -40,7 +40,7 @@ class Outline:
 
 @torch.no_grad()
 def outline_of(connection: Connection) -> Outline:
-    """That of a trunk, with its weights; on the meta device with those of the start, which mean nothing."""
+    """The outline of a trunk with its weights; on the meta device with those of the start, which mean nothing."""
     layout = connection.layout
     if any(p.is_meta for p in (*connection.parameters(), *connection.buffers())):
         return started(layout.topology, layout.dims)
@@ -48,7 +48,7 @@ def outline_of(connection: Connection) -> Outline:
 
 
 def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
-    """That of a topology with these weights, on the CPU, without gradients."""
+    """The outline of a topology with these weights, on the CPU, without gradients."""
     try:
         return Outline(topology.program(weights, dims), "static")
     except UnsupportedTopology:
@@ -63,7 +63,7 @@ def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
 
 
 def started(topology: Topology, dims: Dims) -> Outline:
-    """That of a topology at its start. The sums do not depend on the width: where they may, they have a single channel.
+    """The outline of a topology at its start. The sums do not depend on the width: they have one channel if allowed.
 
     Raises:
         UnsupportedTopology: it has no start in such a trunk.
@@ -71,13 +71,13 @@ def started(topology: Topology, dims: Dims) -> Outline:
     narrow = dataclasses.replace(dims, width=min(dims.width, 1))
     try:
         parameters = topology.parameters(narrow, "paper")
-    except UnsupportedTopology:  # heads, or fractions, that divide the width
+    except UnsupportedTopology:  # heads, or fractions, have to divide the width
         narrow, parameters = dims, topology.parameters(dims, "paper")
     return outline(topology, topology.weights(parameters, narrow), narrow)
 
 
 def preserved(topology: Topology, dims: Dims) -> Outline | None:
-    """That of the plain network: the topology at its preserving start; None if it has none, or is frozen."""
+    """The outline of the plain network: the topology at its preserving start; None if it has none, or is frozen."""
     if isinstance(topology, Frozen):
         return None
     try:
@@ -88,7 +88,7 @@ def preserved(topology: Topology, dims: Dims) -> Outline | None:
 
 
 def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
-    """By read, the static part of the weights of its sources: the entries of the matrix where these are."""
+    """For each read, the static part of its sources' weights: the entries of the matrix where these are."""
     table, found = topology.matrix(weights, dims).tolist(), {1: [1.0]}  # its last row is the output, read T + 1
     for t in topology.mixing(dims):
         of_column = dict(zip(topology._columns(t, dims), topology._places(t, dims), strict=True))
@@ -98,13 +98,13 @@ def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
 
 
 def _mixed(first: int, line: Line, own: str) -> Line:
-    """The line; of a read before the first mix, as one that has no weights."""
+    """The line; if it is a read before the first mix, as one without weights."""
     early = line.target in [f"r{t}" for t in range(1, first)]
     return Line(line.target, tuple(term._replace(fixed=True) for term in line.terms)) if early else line
 
 
 def _of_matrix(topology: Topology, matrix: Tensor, depth: int) -> Program:
-    """The program that has this matrix: of states [T, T], or of reads and increments [T + 1, T + 1].
+    """The program with this matrix: of states [T, T], or of reads and increments [T + 1, T + 1].
 
     Raises:
         UnsupportedTopology: it is neither.
@@ -123,12 +123,12 @@ def _of_matrix(topology: Topology, matrix: Tensor, depth: int) -> Program:
 
 
 def _terms(row: Tensor, names: Sequence[str]) -> list[Term]:
-    """Those of the weights that are not 0."""
+    """The terms for the weights that are not 0."""
     return [Term(name, weight) for name, weight in zip(names, row.tolist(), strict=True) if weight]
 
 
 def about(connection: Connection, t: int) -> dict[str, str]:
-    """Path, block and kind of unit t: of a unit of several residual adds the block's path."""
+    """Path, block and kind of unit t; for a unit of several residual adds the block's path."""
     sites: list[Site] = []
     if connection.trunk is not None:
         pairs = zip(connection.trunk.sites, connection.layout.units, strict=True)
@@ -140,5 +140,5 @@ def about(connection: Connection, t: int) -> dict[str, str]:
 
 
 def mean_of(weight: Any) -> float:
-    """The weight; of one per channel, the mean."""
+    """The weight; for one per channel, the mean."""
     return float(weight.mean()) if isinstance(weight, Tensor) else float(weight)

@@ -18,7 +18,7 @@ _COLORS = {
     **{"cross-attention": TEAL, "parallel": TEAL, "branch": GREY},
 }
 _DOTTED = (0, (1, 1.5))
-_MARKED = 30  # sites up to which each one has a marker
+_MARKED = 30  # sites; with more of them, lines have no markers
 
 
 def plot_signals(trunks: Sequence[TrunkSignals], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights as they are used: those that depend on the input recorded or replaced, constant ones in one tensor."""
+"""Weights in use: input-dependent ones recorded or replaced, constant ones in one tensor."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from rewire.topologies.program import Line, PerChannel, Program, Weight, learned
 
 #: Destination and source of an edge.
 Ends = tuple[str, str]
-#: Called with the name of a sum, and what its terms are multiplied with, in the order in which the program has them:
-#: [..., 1] or, per channel, [..., D]. It returns others, or None to leave them. Of a read in several ways once for
-#: each of these.
+#: Called with the name of a sum and the factors of its terms, in the program's order: [..., 1] or, per channel,
+#: [..., D]. It returns other factors, or None to keep them. A read in several ways calls it once for each way.
 Change = Callable[[str, list[Tensor]], Sequence[Tensor] | None]
 
 
@@ -66,7 +65,7 @@ class Seen:
 
 
 def recorded(model: nn.Module, outlines: Mapping[str, Outline], batch: Any) -> dict[str, dict[tuple[str, str], Seen]]:
-    """By trunk, and by destination and source, the weights of those that depend on the input, on a batch.
+    """The input-dependent weights on a batch, by trunk, and by destination and source.
 
     Raises:
         RewireError: the model is on the meta device.
@@ -95,7 +94,7 @@ def running_copy(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def plain_runs(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Forwards of plain torch operations, with random numbers of their own."""
+    """A context for forwards by plain torch operations, with random numbers of their own."""
     with seeded(seed, model), uncompiled(), plainly():
         yield
 
@@ -109,8 +108,8 @@ def replace(
         copied: a model that nobody else runs.
         trunk: its name.
         outline: of ``"mixes"`` or ``"streams"``.
-        change: what sees them.
-        only: the names of the sums that it sees, now; None: all.
+        change: sees the weights.
+        only: the present names of the sums that it sees; None: all.
     """
     base = {"mixes": _Mixes, "streams": _Streams}[outline.kind]
     lines = sources_in(outline.program)
@@ -118,7 +117,7 @@ def replace(
 
 
 def rederive(copied: nn.Module, trunk: str, base: type, **attributes: object) -> None:
-    """Give a trunk of this copy its topology with methods of ``base`` in place of its own."""
+    """Replace methods of a trunk's topology in this copy by those of ``base``."""
     connection = connections(copied)[trunk]
     layout = connection.layout
     connection.layout = layout.of(derived(layout.topology, base, **attributes), attention=layout.dims.attention)
@@ -134,7 +133,7 @@ def derived(topology: Topology, base: type, **attributes: object) -> Topology:
 
 
 def sources_in(program: Program) -> dict[str, list[str]]:
-    """By line, the sources of its terms."""
+    """For each line, the sources of its terms."""
     found: dict[str, list[str]] = {}
     for line, term, _ in learned_terms(program):
         found.setdefault(line.target, []).append(term.source)
@@ -178,14 +177,14 @@ class _Mixes(Topology):
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
     def _moved(self, own: Tensor, old: list[Tensor], new: Sequence[Tensor] | None, sources: list[Tensor]) -> Tensor:
-        """The read itself, whose weights depend on states, and what the others that are set make different."""
+        """The read itself, plus the difference that replaced factors make."""
         apart = [(b - a, x) for a, b, x in zip(old, new or (), sources, strict=new is not None) if b is not a]
         return (precise(own) + added_up(*zip(*apart, strict=True))).to(own.dtype) if apart else own
 
     def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
-        """A read, and by the identity of each of its ways what the sources are multiplied with, [..., D].
+        """A read, and for each of its ways, by identity, the factors of the sources, [..., D].
 
-        Gradients at weights that are constants: where the sum of the products is not the read, these were none.
+        They are gradients with weights held constant: if the sum of the products is not the read, the weights were not.
         """
         leaves = [precise(state.detach()).requires_grad_() for state in history.states]
         history.states = tuple(leaves)
@@ -193,7 +192,7 @@ class _Mixes(Topology):
             read = super().mix(history, weights, t)  # type: ignore[misc]
             read = read if isinstance(read, QKVInputs) else materialize(read)
         factors: dict[int, list[Tensor]] = {}
-        plain = {id(x) for x in (history.newest, *leaves)}  # what inputs see that have no way
+        plain = {id(x) for x in (history.newest, *leaves)}  # inputs of the read without a way
         for way in {id(way): way for way in ways_of(read) if id(way) not in plain}.values():
             ones = torch.ones_like(way)
             found = torch.autograd.grad(way, leaves, ones, retain_graph=True, allow_unused=True)
@@ -208,7 +207,7 @@ class _Mixes(Topology):
         return read, factors
 
     def _middle(self, t: int, history: Any) -> slice:
-        """Which of the states are one source: more than one where older ones are summed before they are read."""
+        """The range of states that count as one source: several, if older ones are summed before they are read."""
         return slice(1, 2 + len(history.states) - len(self.lines[f"r{t}"]))
 
 
@@ -223,7 +222,7 @@ def added_up(weights: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
 
 
 class _Constant(TorchFunctionMode):
-    """What is summed over channels is a weight: it is taken as a constant."""
+    """Treats sums over channels as weights, and so as constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -238,7 +237,7 @@ _OVER_CHANNELS = {
 
 
 class _Streams(Topology):
-    """The recorder for parallel streams: it sees the gates of each unit, and of a learned output."""
+    """The recorder for parallel streams: it sees the gates of each unit, and those of a learned output."""
 
     change: Change
     only: Collection[str]
@@ -266,10 +265,10 @@ class _Streams(Topology):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Wired(Frozen):
-    """A topology that runs a program, whose term n has weight n of a buffer.
+    """A topology that runs a program; the weight of term n is entry n of a buffer.
 
     Args:
-        of, lines, shape: as of `Frozen`; weights are rows of the buffer.
+        of, lines, shape: as for `Frozen`; weights are rows of the buffer.
         channels: D, if there are weights per channel; else 0.
     """
 
@@ -294,7 +293,7 @@ class Wired(Frozen):
         own: str = "",
         branches: Sequence[Tensor] = (),
     ) -> Tensor:
-        """In operations that `torch.func.vmap` knows, and like a mix in float32 at least."""
+        """The sum in operations that `torch.func.vmap` supports, in float32 at least as in a mix."""
         sources, factors, _ = operands(line, values, own, branches)
         dtype, rows = functools.reduce(torch.promote_types, [x.dtype for x in sources]), weights.channels
         assert rows is not None
@@ -306,7 +305,7 @@ class Terms:
 
     Attributes:
         values: their weights, float32 [N] or [N, D].
-        of: by destination and source, the numbers of the terms.
+        of: the numbers of the terms, by destination and source.
     """
 
     def __init__(self, program: Program) -> None:
@@ -321,14 +320,14 @@ class Terms:
         self.values = torch.stack([row.expand(width) if width else row for row in rows])
 
     def topology(self, of: str) -> Wired:
-        """What runs the program; its buffer is to have `values`."""
+        """The topology that runs the program; its buffer has to hold `values`."""
         numbers = iter(range(len(self.values)))
         numbered = with_weights(self.program, lambda weight: PerChannel(next(numbers)))
         width = self.values.shape[1] if self.values.dim() > 1 else 0
         return Wired(of, coded(numbered), [0, 0], width)
 
     def set(self, changes: Mapping[Ends, Any]) -> Tensor:
-        """The weights with others: by destination and source, for each term of these ends one; None: as it is."""
+        """The weights with changes: for each destination and source, one for each of its terms; None: unchanged."""
         values = self.values.clone()
         for ends, given in changes.items():
             for number, value in zip(self.of[ends], given, strict=True):

@@ -36,8 +36,8 @@ class Chi:
 class SiteSignals:
     """Signals at one residual add, site t of 1..T.
 
-    ``h_{t-1}`` is what its branch reads, ``h_t`` what the next one reads, ``h_T`` the trunk's output; of an attention
-    that has separate q/k/v inputs it is the input of the residual. The norm of a hidden state is the L2 norm over its
+    ``h_{t-1}`` is what its branch reads, ``h_t`` what the next one reads, ``h_T`` the trunk's output. For an attention
+    with separate q/k/v inputs it is the input of the residual. The norm of a hidden state is the L2 norm over its
     channels, averaged over all positions (examples, tokens, pixels; padding counts), in float32 or better.
 
     Attributes:
@@ -80,7 +80,7 @@ class BlockSignals:
 
     @property
     def cosine(self) -> float:
-        """The cosine of its input and output: of what its first branch reads, and the first one of the next block.
+        """The cosine of the block's input and output: of what its first branch and that of the next block read.
 
         Over the channels, averaged over all positions.
         """
@@ -146,10 +146,10 @@ def mean_squared_singular_value(
     """
     if probes < 1:
         raise ValueError(f"probes={probes}: it takes at least one.")
-    # Not torch.func.vjp, which takes neither autograd functions of the old style nor hooks that checkpointing sets.
+    # Not torch.func.vjp, which supports neither old-style autograd functions nor the hooks of checkpointing.
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        y = function(x.clone())  # which it may write to
+        y = function(x.clone())  # the function may write to it
         exact = y.numel() < EXACT_BELOW
         directions = _rows(y) if exact else _signs(y, probes, seed)
         squares = [
@@ -163,7 +163,7 @@ def mean_squared_singular_value(
 
 
 def precise(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""rewire.sparsify: which few of a dense topology's connections to keep."""
+"""rewire.sparsify: choose the few connections of a dense topology that are worth keeping."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rewire.topologies.wiring import OUTPUT
 
 _SHOWN = 12  # connections in a printed report
 AnyDense: TypeAlias = Dense[Any] | DenseIncrements[Any]
-#: What connections are ranked by.
+#: How connections are ranked.
 Score = Literal["loss", "gradient", "weight"]
 
 
@@ -36,10 +36,10 @@ class Candidate:
 
     Attributes:
         unit: the unit that reads, or "output".
-        source: the number of what it reads, as `sources=` has it.
-        weight: as `rewire.graph` has it; of weights per token the mean.
-        score: how much lower the loss is with it than with all connections those of the plain network; or what else
-            ranks.
+        source: the number of the state that it reads, as in `sources=`.
+        weight: as in `rewire.graph`; for weights per token the mean.
+        score: how much lower the loss is with this connection than with the plain network's only; or another ranking's
+            score.
     """
 
     unit: int | str
@@ -53,9 +53,9 @@ class Kept:
     """A point of the curve.
 
     Attributes:
-        k: connections that are kept, those of the highest scores.
+        k: number of connections that are kept, those with the highest scores.
         loss: of the model as it is trained, with the others those of the plain network.
-        states: hidden states that are held at once, the newest included.
+        states: hidden states that are held at once, including the newest.
     """
 
     k: int
@@ -72,8 +72,8 @@ class Sparsity(Shown):
         topology: of the few connections: its name, and its options but for `sources`.
         loss: of the model as it is.
         candidates: by score, the highest first.
-        curve: of 0, 1, 2, 4, .. connections, and of all.
-        keep: how many `sources` and `compile` keep, where they are not told.
+        curve: for 0, 1, 2, 4, .. connections, and for all.
+        keep: number of connections that `sources` and `compile` keep by default.
     """
 
     trunk: str
@@ -84,7 +84,7 @@ class Sparsity(Shown):
     keep: int
 
     def sources(self, k: int | None = None) -> dict[int | str, list[int]]:
-        """The k connections of the highest scores, as ``sources=`` takes them; by default those that were asked for.
+        """The k connections with the highest scores, as ``sources=`` takes them; by default as many as were asked for.
 
         Raises:
             ValueError: there are not as many.
@@ -92,7 +92,7 @@ class Sparsity(Shown):
         return _by_unit(self.candidates[: self._checked(k)])
 
     def compile(self, model: nn.Module, k: int | None = None, **options: Any) -> nn.Module:
-        """Rewire a plain model with these k connections alone, from the preserving start.
+        """Rewire a plain model with these k connections only, from the preserving start.
 
         Args:
             model: as it was before it was rewired; `rewire.restore` gives that.
@@ -104,7 +104,7 @@ class Sparsity(Shown):
         return compiler.compile(model, {self.trunk: few}, **options)
 
     def to_json(self) -> str:
-        """All numbers, as an object."""
+        """All numbers as JSON."""
         return to_json({**dataclasses.asdict(self), "sources": list(self.sources().items())})
 
     def _checked(self, k: int | None) -> int:
@@ -143,25 +143,25 @@ def sparsify(
     at_once: int = 8,
     seed: int = 0,
 ) -> Sparsity:
-    """Rank the connections of a trained dense topology, to train again with the best ones alone.
+    """Rank the connections of a trained dense topology, to train again with the best ones only.
 
-    All learned connections but one are set to those of the plain network, for each in turn, and the loss is measured
-    again: what lowers it most is kept. (What raises it most when it is left out, as `rewire.ablate` does, is another
-    matter: trained connections make up for each other, and a few of these alone were seen to be no better than random.)
+    For each learned connection in turn, all others are set to those of the plain network, and the loss is measured.
+    Those that lower it most are kept. (It is another question what raises it most when left out, as in `rewire.ablate`:
+    trained connections compensate for each other, and a few chosen so were seen to be no better than random.)
 
-    Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer), connections are all but those to the newest state;
-    of those that mix increments (GRN, DCA, `attnres`) all.
+    In topologies that mix states (ANCRe, DenseFormer, MUDDFormer), connections are all but those to the newest state;
+    in those that mix increments (GRN, DCA, `attnres`) all.
 
     Args:
         model: rewired with a dense topology without options that choose sources, and trained, if only for a while.
-        batches: what losses are means over; kept.
-        keep: how many connections; the others can be looked at, too.
+        batches: losses are means over these; they are kept.
+        keep: number of connections to keep; the others can be inspected, too.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
         by: what ranks connections: "loss"; "gradient", how much the loss rises without each by itself, to first order,
             by one backward pass for all; or "weight", the distance from the plain network's.
         trunk: which one; None: the only one.
-        at_once: sets of weights that run at once, where they are constant.
-        seed: of what is random in the model.
+        at_once: sets of weights that run at once, if they are constant.
+        seed: of random numbers in the model.
 
     Raises:
         UnsupportedTopology: it is not a dense topology, or has groups already; it does more than add up states, or has
@@ -253,7 +253,7 @@ def _wanted(topology: AnyDense, dims: Dims) -> set[tuple[int | str, int]]:
 
 
 def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
-    """The unit and source of an edge, from the names that its program has."""
+    """The unit and source of an edge, from the names in its program."""
     t = int(part.destination[1:]) if part.destination[1:].isdecimal() else 0
     i = int(part.source[1:]) if part.source[0] in "xf" and part.source[1:].isdecimal() else -1
     return (OUTPUT if t > dims.depth else t), i
@@ -284,7 +284,7 @@ def _by_unit(candidates: Iterable[Candidate]) -> dict[int | str, list[int]]:
 
 
 def _held(name: str, options: Mapping[str, Any], candidates: Sequence[Candidate], dims: Dims) -> int:
-    """Hidden states that a trunk with these connections holds at once."""
+    """The number of hidden states that a trunk with these connections holds at once."""
     if not candidates:
         return 1
     topology = named_topology(name, {**options, "sources": _by_unit(candidates)})

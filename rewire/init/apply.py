@@ -1,4 +1,4 @@
-"""rewire.initialize: an initialiser's rules, applied to the parameters of a model."""
+"""rewire.initialize: apply an initialiser's rules to the parameters of a model."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def initialize(
 ) -> InitReport:
     """Give the parameters of ``model`` new values, in place, each by its role in the network.
 
-    A parameter that is used at several places is initialised once. Values are computed in float32 (float64 for float64)
-    and then rounded. Parameters on the meta device are left alone: call this again after ``to_empty``. Sharded
-    parameters (DTensor) get the values that they would have unsharded; all ranks have to call this.
+    A shared parameter is initialised once. Values are computed in float32 (float64 for float64) and then rounded.
+    Parameters on the meta device are left alone: call this again after ``to_empty``. Sharded parameters (DTensor) get
+    the values that they would have unsharded; all ranks have to call this.
 
     Args:
         model: any module, rewired or not.
@@ -67,12 +67,12 @@ def initialize(
             `rewire.init.Initializer`.
         generator: source of random numbers, on any device; default: torch's. Without it the values of a sharded model
             are those of the first rank.
-        roles: what `rewire.roles` returned for this model before it was sharded, compiled or wrapped; default: found
-            now.
+        roles: the result of `rewire.roles` for this model from before it was sharded, compiled or wrapped; default:
+            computed now.
         options: options of the named initialiser.
 
     Returns:
-        A report of what was applied to which parameter, and what was left alone, and why.
+        A report of which rule was applied to which parameter, and which were left alone, and why.
 
     Raises:
         UnknownName: no such initialiser; near names are given.
@@ -130,7 +130,7 @@ def _set(
 
 
 def _whole(parameter: Any) -> Tensor:
-    """All of a parameter, which may be sharded."""
+    """The whole of a parameter, which may be sharded."""
     return parameter.full_tensor() if is_dtensor(parameter.data) else parameter.detach()
 
 

@@ -1,7 +1,7 @@
-"""The last layers of a branch: the weights that its output is a linear function of, norms and scales after them.
+"""The last layers of a branch: the weights in which its output is linear, and the norms and scales after them.
 
-The operations are followed back from the branch's output. The way goes through everything that maps zero to zero
-(activations, dropout, views, products, norms), and stops at weights and at gates like a sigmoid.
+The search goes back from the branch's output. It passes all that maps zero to zero (activations, dropout, views,
+products, norms), and stops at weights and at gates such as a sigmoid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rewire.conventions import (
 )
 from rewire.passes.finding.flow import Op, Scope, reached
 
-#: Operations on several operands that are all followed: sums are zero if all operands are, products if one is.
+#: Operations whose operands are all followed: a sum is zero if all of them are, a product if one is.
 _ALL_OPERANDS = {"mul", "multiply", "add", "sub", "cat", "stack"}
 _MATRIX_PRODUCTS = {"matmul", "bmm", "mm"}
 
@@ -76,7 +76,7 @@ def _inputs_of(scope: Scope, op: Op) -> set[Op]:
 
 
 def _enter_module(path: str, module: nn.Module, last: LastLayers) -> None:
-    """Enter in ``last`` what the value that a module returns is linear in, as far as the module itself tells."""
+    """Add to ``last`` the weights in which a module's output is linear, as far as the module itself shows."""
     if is_linear(module):
         last.weights.add(f"{path}.weight")
     elif isinstance(module, nn.MultiheadAttention):
@@ -90,12 +90,12 @@ def _enter_module(path: str, module: nn.Module, last: LastLayers) -> None:
 
 
 def _goes_through(module: nn.Module) -> bool:
-    """Whether a module holds no weight matrix and maps zero to zero, so that the search goes on with its input."""
+    """Whether a module has no weight matrix and maps zero to zero, so that the search continues with its input."""
     return is_norm(module) or not (matrices(module) or NOT_ZERO_AT_ZERO.search(type(module).__name__))
 
 
 def _last_by_name(module: nn.Module) -> list[str]:
-    """The last weights of a module that was not looked into: those that are named so, else the last one it has."""
+    """The last weights of a module that was not looked into: those with such a name, else its very last one."""
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
     names = [n for n, p in module.named_parameters() if p.ndim >= 2 and not n.endswith("bias") and n not in tables]
     named = [name for name in names if LAST_LAYER.search(name.removesuffix(".weight"))]
@@ -104,7 +104,7 @@ def _last_by_name(module: nn.Module) -> list[str]:
 
 
 def _zero_preserving(op: Op) -> Collection[Op]:
-    """Operands of an operation without weights that have to be zero for its result to be zero."""
+    """The operands of an operation without weights that have to be zero for its result to be zero."""
     if NOT_ZERO_AT_ZERO.search(op.name):
         return ()
     if op.name in _ALL_OPERANDS:
@@ -117,7 +117,7 @@ def _zero_preserving(op: Op) -> Collection[Op]:
 
 
 def matrix_of(op: Op) -> str | None:
-    """Name of the parameter that an operation multiplies with as a matrix or a kernel."""
+    """Name of the parameter that an operation uses as a matrix or a kernel."""
     if not op.matrices or op.name == "embedding":
         return None
     for source in op.inputs:
@@ -130,7 +130,7 @@ def matrix_of(op: Op) -> str | None:
 
 
 def depth_of(region: Iterable[Op]) -> int:
-    """Number of weights on the longest way through ``region``."""
+    """Number of weights on the longest path through ``region``."""
     longest: dict[Op, int] = {}
     for op in sorted(region, key=lambda op: op.index):
         before = max((longest.get(source, 0) for source in op.inputs), default=0)
@@ -139,7 +139,7 @@ def depth_of(region: Iterable[Op]) -> int:
 
 
 def _depth_of_module(module: nn.Module) -> int:
-    """Number of weights on the longest way through a module that was not looked into."""
+    """Number of weights on the longest path through a module that was not looked into."""
     if is_linear(module):
         return 1
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]

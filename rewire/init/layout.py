@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class StorageLayout:
-    """Where in a parameter the values of one matrix or kernel lie.
+    """The location of one matrix or kernel in a parameter.
 
     Attributes:
         transposed: outputs and inputs are swapped: [in, out, ..], as in transformers' Conv1D and transposed
             convolutions.
         groups: groups of a transposed convolution, [groups * in, out / groups, ..].
         stacked: the first dimension counts independent matrices (experts).
-        rows: of a fused projection, whose outputs are ``n`` times several parts: (n, first row, number of rows) of one
+        rows: for a fused projection, whose outputs are ``n`` times several parts: (n, first row, number of rows) of one
             part within one of the n.
     """
 
@@ -27,7 +27,7 @@ class StorageLayout:
     rows: tuple[int, int, int] | None = None
 
     def view(self, stored: Tensor) -> Tensor:
-        """The values in ``stored``, a view in the order of [out, in, ..]; outputs may be split into two dimensions."""
+        """The values as a view of ``stored``, in the order [out, in, ..]; outputs may be split into two dimensions."""
         first = 1 if self.stacked else 0
         if self.groups > 1:
             stored = stored.unflatten(0, (self.groups, -1)).transpose(1, 2)  # [groups, out / groups, in, ..]

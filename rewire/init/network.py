@@ -1,4 +1,4 @@
-"""What its residual adds say of a network: its branches, the projections of attentions, the first and last weights."""
+"""A network by its residual adds: its branches, the projections of attentions, the first and last weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import without_inputs
 from rewire.trunk import Site
 
-#: Settings of Hugging Face configs that name the activation.
+#: Settings in Hugging Face configs that name the activation.
 _ACTIVATIONS = ("hidden_act", "activation_function", "dense_act_fn", "hidden_activation")
 
 #: Parameters of projections with their parts: (q, k or v; where it lies).
@@ -43,13 +43,13 @@ class Branch:
     """The branch of one residual add.
 
     Attributes:
-        site: where the add is.
+        site: the add.
         inside: names of the parameters in the branch.
-        last: of those, the weights that it ends with.
-        norms: paths of the norms that it ends with.
-        scales: names of the factors that it ends with.
+        last: names of the weights at the end of the branch.
+        norms: paths of the norms at the end of the branch.
+        scales: names of the factors at the end of the branch.
         shortcut: names of the parameters on the add's shortcut.
-        depth: number of weights on the longest way through the branch.
+        depth: number of weights on the longest path through the branch.
     """
 
     site: Site
@@ -62,21 +62,21 @@ class Branch:
 
 
 class Network:
-    """A plain model, its parameters by name, and what its operations say of them.
+    """A plain model, its parameters by name, and what its operations show about them.
 
     Args:
         model: the model.
 
     Attributes:
-        flow: what the model computes, as far as it can be traced.
-        parameters: by name, those used at several places once.
-        aliases: for each of them all of its names.
-        branches: one for each residual add, those of a shared block once.
+        flow: the model's operations, as far as they can be traced.
+        parameters: by name; shared ones once.
+        aliases: all names of each parameter.
+        branches: one for each residual add; those of a shared block once.
         of_branch: parameter name -> the innermost branch that it belongs to.
         shortcuts: names of the parameters that project a shortcut.
         projections: parameter name -> its parts q, k, v.
-        adds: number of residual adds, those of a shared block as often as it runs.
-        classifier: name of the weight that makes the network's output; None if there is none, or nothing tells.
+        adds: number of residual adds; those of a shared block as often as it runs.
+        classifier: name of the weight that makes the network's output; None if there is none, or it is unknown.
         first: names of the weights that come first.
     """
 
@@ -113,7 +113,7 @@ class Network:
         return self.model.get_submodule(name.rpartition(".")[0])
 
     def relu(self) -> bool:
-        """Whether the network's activation is a ReLU: as its config says, else if there is one."""
+        """Whether the network's activation is a ReLU: by its config, else if any module is one."""
         config: Any = getattr(self.model, "config", None)
         named = [name for key in _ACTIVATIONS if isinstance(name := getattr(config, key, None), str)]
         if named:
@@ -123,7 +123,7 @@ class Network:
         return any(op.name == "relu" for op in self.flow)
 
     def layout(self, name: str) -> StorageLayout | None:
-        """How the matrix in a parameter lies; None if it is none, or nothing tells."""
+        """The layout of the matrix in a parameter; None if the parameter is no matrix, or its layout is unknown."""
         leaf = name.rpartition(".")[2]
         owner, parameter = self.owner(name), self.parameters[name]
         if not parameter.is_floating_point():
@@ -169,7 +169,7 @@ class Network:
         )
 
     def _names(self, names: Iterable[str]) -> frozenset[str]:
-        """Names of parameters, or paths of modules; of a shared one the first. Buffers are left out."""
+        """Names of parameters, or paths of modules, without buffers; of several names for one the first."""
         found = set()
         for name in names:
             value = attribute_at(self.model, name)
@@ -178,7 +178,7 @@ class Network:
         return frozenset(found)
 
     def _projections(self, adds: Sequence[Add]) -> dict[str, Parts]:
-        """Parameter name -> its parts q, k, v with where they lie in it."""
+        """Parameter name -> its parts q, k, v, each with its layout."""
         found: dict[str, Parts] = {}
         for add, branch in zip(adds, self.branches, strict=True):
             if branch.site.kind == "ffn":
@@ -194,7 +194,7 @@ class Network:
         return found
 
     def _classifier(self, outside: list[str]) -> str | None:
-        """Name of the weight that makes the network's output: as the model says, else its forward, else a name."""
+        """Name of the weight that makes the network's output: by the model's getter, its forward, or a name."""
         for getter in ("get_output_embeddings", "get_classifier"):
             weight = getattr(_called(getattr(self.model, getter, None)), "weight", None)
             if id(weight) in self.first_name:
@@ -221,7 +221,7 @@ class Network:
         return order.index(name) > max((order.index(n) for n in self.of_branch), default=-1)
 
     def _first(self, outside: list[str]) -> frozenset[str]:
-        """Before each branch, the weight that comes first in the model's order."""
+        """For each branch, the first weight before it in the model's order."""
         order = {name: number for number, name in enumerate(self.parameters)}
         starts = [min(order[name] for name in branch.inside) for branch in self.branches if branch.inside]
         first = [[name for name in outside if order[name] < start][:1] for start in starts]
@@ -229,9 +229,9 @@ class Network:
 
 
 def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Iterator[tuple[str, Parts]]:
-    """Names, below ``block``, of the parameters of projections, with their parts."""
+    """Names, relative to ``block``, of the parameters of projections, with their parts."""
     modules = dict(block.named_modules(remove_duplicate=False))
-    if any(path not in modules for path in paths):  # products with parameters, of any layout
+    if any(path not in modules for path in paths):  # products with parameters, whose layout is unknown
         return
     module = modules[paths[0]]
     if isinstance(module, nn.MultiheadAttention):
@@ -258,7 +258,7 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
 
 
 def _called(getter: Any) -> Any:
-    """What a model's getter returns; None where it has none, or does not support it."""
+    """The result of a model's getter; None if it has none, or does not support it."""
     try:
         return getter() if callable(getter) else None
     except (AttributeError, NotImplementedError, TypeError):

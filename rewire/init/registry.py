@@ -1,4 +1,4 @@
-"""What an initialiser is, and their names. Installed packages add theirs by entry points, ``rewire.initializers``."""
+"""What an initialiser is, and the registry. Installed packages add theirs by entry points, ``rewire.initializers``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Rule:
     """What happens to one weight.
 
     Attributes:
-        name: for the report, with the numbers that matter: ``IDI(tau=1)``.
-        fill: fills a tensor [out, in] or [out, in / groups, *kernel] in place; a parameter's own shape for what is no
-            matrix. It gets the values that are there; of stacked experts one after the other. Random numbers come from
-            the generator.
+        name: for the report, with the important numbers: ``IDI(tau=1)``.
+        fill: fills a tensor [out, in] or [out, in / groups, *kernel] in place; for parameters that are no matrices, in
+            the parameter's own shape. It gets the present values; for stacked experts, one expert at a time. Random
+            numbers come from the generator.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Rule:
 class Initializer(abc.ABC):
     """A rule from role and shape to values.
 
-    Subclasses are frozen dataclasses: their fields are the options, and a value that their docstring does not allow
-    raises `ValueError`.
+    Subclasses are frozen dataclasses: their fields are the options. They raise `ValueError` for values that their
+    docstring does not allow.
 
     Example:
         >>> from rewire.init import Rule
@@ -44,16 +44,16 @@ class Initializer(abc.ABC):
 
     @abc.abstractmethod
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        """What happens to ``weight``; None leaves its values alone."""
+        """The rule for ``weight``; None leaves its values alone."""
 
     def check(self, roles: Roles) -> None:  # noqa: B027 (most fit all models)
         """Raise a `RewireError` if the initialiser has no meaning for a model with these roles."""
 
 
 class OfMatrices(Initializer):
-    """One that says something of matrices and kernels alone, beside zeros."""
+    """An initialiser with rules for matrices and kernels alone, and zeros."""
 
-    #: Roles that become zero.
+    #: Roles that are set to zero.
     zero: ClassVar[frozenset[str]] = frozenset()
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
@@ -63,7 +63,7 @@ class OfMatrices(Initializer):
 
     @abc.abstractmethod
     def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
-        """What happens to a matrix or kernel."""
+        """The rule for a matrix or kernel."""
 
 
 I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741
@@ -96,7 +96,7 @@ def register_initializer(name: str) -> Callable[[I], I]:
 
 
 def list_initializers() -> dict[str, str]:
-    """Name of every initialiser, and what it is in one line.
+    """Name of every initialiser -> a one-line description.
 
     Example:
         >>> "idinit" in rewire.list_initializers()

@@ -1,4 +1,4 @@
-"""The role of every parameter, from what the graphs of a network say, else from the module that owns it."""
+"""The role of every parameter, from the graphs of a network, or else from the module that owns it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rewire.runtime.connection import connections
 def roles(model: nn.Module) -> Roles:
     """The role of every parameter of ``model``: first layer, inside a branch, last of a branch, q, k, v, and so on.
 
-    Roles come from the graphs of the forwards. Nothing is run but norms, each by itself, and parameters may be on the
-    meta device. Compute roles before the model is sharded or compiled, and hand them to `rewire.initialize`.
+    Roles come from the graphs of the forwards. Only norms are run, each by itself, and parameters may be on the meta
+    device. Compute roles before the model is sharded or compiled, and pass them to `rewire.initialize`.
 
     Args:
         model: any module, rewired or not.
@@ -50,7 +50,7 @@ def roles(model: nn.Module) -> Roles:
 
 
 def _rows(network: Network, name: str) -> Iterator[Weight]:
-    """The row of one parameter, or those of its parts."""
+    """The row of one parameter, or the rows of its parts."""
     parameter, owner = network.parameters[name], network.owner(name)
     layout, branch = network.layout(name), network.of_branch.get(name)
     facts: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def _rows(network: Network, name: str) -> Iterator[Weight]:
 
 
 def _tied_embedding(network: Network, name: str) -> str:
-    """Why a parameter that is used at several places counts as an embedding; empty if it does not."""
+    """Why a parameter that is used in several places counts as an embedding; empty if it does not."""
     names = network.aliases[name]
     tables = [alias for alias in names if isinstance(network.owner(alias), nn.Embedding)]
     others = [alias for alias in names if alias not in tables]
@@ -77,7 +77,7 @@ def _tied_embedding(network: Network, name: str) -> str:
 
 
 def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
-    """Role of what is no matrix, and how it is known."""
+    """The role of a parameter that is no matrix, and how it is known."""
     path, _, leaf = name.rpartition(".")
     owner, parameter = network.owner(name), network.parameters[name]
     kind = type(owner).__name__
@@ -105,7 +105,7 @@ def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
 
 
 def _roles_of_matrix(network: Network, name: str, layout: StorageLayout) -> Iterator[tuple[str, str, StorageLayout]]:
-    """Role of each part of a matrix, how it is known, and where it lies."""
+    """The role of each part of a matrix, how it is known, and the layout of the part."""
     branch = network.of_branch.get(name)
     site = branch.site.name if branch is not None else ""
     if name in network.projections:
@@ -159,14 +159,14 @@ def _is_router(network: Network, name: str) -> bool:
 
 
 def _q_k_or_v(network: Network, name: str) -> str:
-    """q, k or v, for one of three siblings with such names; else empty."""
+    """q, k or v, for one of three siblings with such names; otherwise empty."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
     siblings = {child for child, _ in network.model.get_submodule(parent).named_children()}
     return next(("qkv"[names.index(own)] for names in QKV if own in names and siblings.issuperset(names)), "")
 
 
 def _gate_and_gated(network: Network, name: str, layout: StorageLayout) -> list[tuple[int, int, int]]:
-    """Rows of the gate and of what it gates, where one weight computes both; else empty."""
+    """The rows of the gate and of the gated values, if one weight computes both; otherwise empty."""
     owner = network.owner(name)
     if layout.stacked:
         gated, apart = bool(FUSED_GATE.search(name)), getattr(owner, "is_concatenated", True)
@@ -185,7 +185,7 @@ def _takes_halves(op: Op) -> bool:
 
 
 def _gain_offset(norm: nn.Module) -> float:
-    """1 for a norm that multiplies with one plus its weight (as Gemma's), else 0."""
+    """1 for a norm that multiplies by one plus its weight (as in Gemma), else 0."""
     try:
         text = inspect.getsource(forward_of(norm).function or type(norm))
     except (OSError, TypeError):

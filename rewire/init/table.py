@@ -1,4 +1,4 @@
-"""The role of every parameter of a model: what an initialiser needs to know besides its shape."""
+"""The role of every parameter of a model: what an initialiser needs besides its shape."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ ROLES = {
 MATRICES = frozenset(
     {"first", "layer", "branch", "last", "q", "k", "v", "attention output", "shortcut", "classifier", "router"}
 )
-#: Those that a branch's output is a linear function of.
+#: Roles of weights in which a branch's output is linear.
 LAST = frozenset({"last", "attention output"})
-#: Those that are zero in the initialisers that start with zero branches and a zero output.
+#: Roles that are zero in initialisers that start with zero branches and a zero output.
 ZERO = LAST | {"classifier", "bias"}
 
 
 def row_of(block: str) -> str:
-    """What blocks of one row of blocks have in common: the path up to the first number, ``encoder.layers``."""
+    """What all blocks in a row share: the path up to the first number, ``encoder.layers``."""
     number = re.search(r"\.\d+", block)
     return block[: number.start()] if number else ""
 
 
 def layer_of(block: str) -> str:
-    """The path of the layer that a block is, or is a part of: ``encoder.layers.3``."""
+    """The path of the layer that a block is, or belongs to: ``encoder.layers.3``."""
     number = re.search(r"\.\d+", block)
     return block[: number.end()] if number else block
 
@@ -66,16 +66,16 @@ class Weight:
     Attributes:
         name: name of the parameter; a fused one has a row for each of its parts.
         role: one of `ROLES`.
-        because: how that is known, or for ``other`` why no role fits.
-        shape: of the values that an initialiser makes: [out, in], [out, in / groups, *kernel]; [experts, out, in] where
-            ``layout.stacked``; the parameter's own for what is no matrix.
-        layout: where these values lie in the parameter.
+        because: how the role is known; for ``other``, why no role fits.
+        shape: of the values that an initialiser makes: [out, in], [out, in / groups, *kernel]; [experts, out, in] if
+            ``layout.stacked``; the parameter's own shape if it is no matrix.
+        layout: the location of these values in the parameter.
         branch: name of the branch (`Site.name`); empty outside of branches.
         block: path of the module whose forward adds it (`Site.block`).
-        depth: number of weights on the longest way through that branch.
+        depth: number of weights on the longest path through that branch.
         width: channels of the stream; None if they are not known or the weight is in no branch.
         groups: of a convolution.
-        offset: of a norm: its gain is ``offset`` plus the stored value.
+        offset: for a norm: its gain is ``offset`` plus the stored value.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Roles(Shown):
     """The table that `rewire.roles` returns. Printing it shows it.
 
     Attributes:
-        weights: all parameters in the model's order, parts of fused ones one after the other.
+        weights: all parameters in the model's order, each part of a fused one by itself.
         branches: number of branches in the model.
         relu: whether the model's activation is a ReLU.
     """
@@ -125,21 +125,21 @@ class Roles(Shown):
         return next((weight.width for weight in self if weight.width is not None), None)
 
     def branches_until(self, block: str) -> int:
-        """How many branches there are up to the end of ``block``, of the blocks in its row."""
+        """The number of branches up to the end of ``block``, counted over the blocks in its row."""
         here = row_of(block)
         found = dict.fromkeys((w.block, w.branch) for w in self if w.branch and row_of(w.block) == here)
         blocks = [of for of, _ in found]
         return len(blocks) - blocks[::-1].index(block)
 
     def layer(self, block: str) -> tuple[int, int]:
-        """The number of the layer of ``block`` in its row of blocks, from 1, and how many the row has."""
+        """The number of the layer of ``block`` in its row of blocks, from 1, and the length of the row."""
         inside = (w.block for w in self if w.branch and row_of(w.block) == row_of(block))
         layers = list(dict.fromkeys(map(layer_of, inside)))
         return layers.index(layer_of(block)) + 1, len(layers)
 
     @functools.cached_property
     def layers(self) -> int:
-        """How many layers the longest row of blocks has."""
+        """The number of layers in the longest row of blocks."""
         blocks, rows = {w.block for w in self if w.branch}, dict[str, set[str]]()
         for block in blocks:
             rows.setdefault(row_of(block), set()).add(layer_of(block))

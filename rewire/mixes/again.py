@@ -1,8 +1,8 @@
 """Recomputation: tensors that backward makes again instead of keeping them, such as streams, reads, and their norms.
 
-A tensor's *recipe* says how to make it again. It is an attribute of the tensor's storage, so that all views share it.
-While `sparing` is on, autograd saves recipes instead of tensors that have one. The sources of recipes are kept, and
-like autograd, backward refuses sources that were written to since.
+A tensor may have a function that recomputes it, as an attribute of its storage, so that all views share it. While
+`sparing` is on, autograd saves such functions instead of their tensors. Their sources are kept, and like autograd,
+backward refuses sources that were written to since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import NORM, RECIPE
+from rewire.attributes import NORM, RECOMPUTE
 from rewire.mixes.autograd import left_to_autograd
 from rewire.mixes.norms import changed, recognise
 from rewire.torch_internals import in_function_mode, memory_of, saved_tensor_hooks, writes_to
@@ -25,7 +25,7 @@ from rewire.torch_internals import in_function_mode, memory_of, saved_tensor_hoo
 #: Sums of more sources are not recomputed: the cost grows with their number, the memory saved does not.
 FEW = 32
 
-Recipe = Callable[[], Tensor]
+Recompute = Callable[[], Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
 _THREAD = threading.local()
@@ -33,24 +33,24 @@ _NORMS = weakref.WeakKeyDictionary[nn.Module, bool]()  #: Module -> whether it i
 
 
 class Saved:
-    """A tensor as it is saved for backward: its recipe if it has one, or else the tensor itself."""
+    """A tensor as it is saved for backward: the function that recomputes it, or else the tensor itself."""
 
-    __slots__ = ("geometry", "recipe", "tensor", "version")
+    __slots__ = ("geometry", "recompute", "tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
-        self.recipe, self.version = recipe_of(x), writes_to(x)
-        self.tensor = x if self.recipe is None else None
+        self.recompute, self.version = recompute_of(x), writes_to(x)
+        self.tensor = x if self.recompute is None else None
         self.geometry = x.size(), x.stride(), x.storage_offset()
 
     def __call__(self, done: bool = False) -> Tensor:
-        """The tensor, detached; ``done`` is passed to its recipe.
+        """The tensor, detached; ``done`` is passed to the function.
 
         Raises:
             RuntimeError: the tensor was written to.
         """
-        if self.recipe is not None:
+        if self.recompute is not None:
             with torch.enable_grad():  # without gradients, sums may be computed differently
-                return self.recipe(done).as_strided(*self.geometry)
+                return self.recompute(done).as_strided(*self.geometry)
         assert self.tensor is not None
         if writes_to(self.tensor) != self.version:
             raise RuntimeError(
@@ -61,18 +61,18 @@ class Saved:
 
 
 class _Once:
-    """A recipe that caches its result until autograd has unpacked it as often as it was saved.
+    """A recompute function that caches its result until autograd has unpacked it as often as it was saved.
 
     Attributes:
-        make: the recipe.
+        make: the function.
         saved, asked: how often autograd has saved and unpacked the result.
         held: the cached result.
     """
 
     __slots__ = ("__weakref__", "asked", "held", "make", "saved")
 
-    def __init__(self, make: Recipe) -> None:
-        self.make: Recipe | None = make
+    def __init__(self, make: Recompute) -> None:
+        self.make: Recompute | None = make
         self.saved = self.asked = 0
         self.held: Tensor | None = None
 
@@ -87,27 +87,27 @@ class _Once:
 def _packed(x: Tensor) -> Saved:
     """The object that autograd saves in place of ``x`` while `sparing` is on."""
     saved = Saved(x)
-    if saved.recipe is not None:
-        saved.recipe.saved += 1
+    if saved.recompute is not None:
+        saved.recompute.saved += 1
     return saved
 
 
 def _unpacked(saved: Saved) -> Tensor:
-    recipe = saved.recipe
-    if recipe is None:
+    recompute = saved.recompute
+    if recompute is None:
         return saved()
-    recipe.asked += 1
-    return saved(done=recipe.asked % recipe.saved == 0)  # backward may run several times
+    recompute.asked += 1
+    return saved(done=recompute.asked % recompute.saved == 0)  # backward may run several times
 
 
-def recipe_of(x: Tensor) -> _Once | None:
-    """The recipe of ``x``; None if it has none, or was written to since."""
-    recipe, dtype, version = getattr(x.untyped_storage(), RECIPE, (None, None, None))
-    return recipe() if recipe is not None and dtype == x.dtype and version == writes_to(x) else None
+def recompute_of(x: Tensor) -> _Once | None:
+    """The function that recomputes ``x``; None if it has none, or was written to since."""
+    known, dtype, version = getattr(x.untyped_storage(), RECOMPUTE, (None, None, None))
+    return known() if known is not None and dtype == x.dtype and version == writes_to(x) else None
 
 
 def sparing(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which recipes are saved instead of tensors, where tensors like ``x`` may have them.
+    """A context in which recompute functions are saved instead of tensors, where tensors like ``x`` may have them.
 
     It does nothing under other saved-tensor hooks, such as activation checkpointing's, which would keep the sources.
     """
@@ -144,32 +144,32 @@ def _packing() -> Any:
 
 
 def _remembers() -> bool:
-    """Whether recipes are wanted: while `sparing` is on, and in operations that will be recomputed."""
+    """Whether recompute functions are wanted: while `sparing` is on, and in operations that will be recomputed."""
     return is_sparing() or isinstance(getattr(_packing(), "__self__", None), _Region)
 
 
-def remember(x: Tensor, recipe: Recipe, ctx: Any = None) -> None:
-    """While `sparing`, give ``x`` a recipe; ``x`` has to be new and the only tensor with its memory.
+def remember(x: Tensor, recompute: Recompute, ctx: Any = None) -> None:
+    """While `sparing`, let ``recompute`` make ``x`` again; ``x`` has to be new and the only tensor with its memory.
 
-    The autograd node that made ``x``, or ``ctx`` in the forward of an autograd function, owns the recipe. The storage
-    does not, so a detached ``x`` does not keep its sources alive.
+    The autograd node that made ``x``, or ``ctx`` in the forward of an autograd function, owns ``recompute``. The
+    storage does not, so a detached ``x`` does not keep its sources alive.
     """
     if not _remembers():
         return
     storage, node = x.untyped_storage(), x.grad_fn
     holds: Any = vars(ctx) if node is None and ctx is not None else getattr(node, "metadata", None)
     if holds is not None and x.is_contiguous() and storage.nbytes() == x.numel() * x.element_size():
-        once = recipe if isinstance(recipe, _Once) else _Once(recipe)
-        holds.setdefault(RECIPE, []).append(once)
-        setattr(storage, RECIPE, (weakref.ref(once), x.dtype, writes_to(x)))
+        once = recompute if isinstance(recompute, _Once) else _Once(recompute)
+        holds.setdefault(RECOMPUTE, []).append(once)
+        setattr(storage, RECOMPUTE, (weakref.ref(once), x.dtype, writes_to(x)))
 
 
 def _forget(x: Tensor) -> None:
-    """Drop the recipe of ``x``: autograd saves ``x`` itself, and not its sources for it."""
-    recipe = recipe_of(x)
-    if recipe is not None:
-        recipe.make = None
-        delattr(x.untyped_storage(), RECIPE)
+    """Do not recompute ``x``: autograd saves ``x`` itself, and not its sources for it."""
+    recompute = recompute_of(x)
+    if recompute is not None:
+        recompute.make = None
+        delattr(x.untyped_storage(), RECOMPUTE)
 
 
 def remember_sums(
@@ -179,9 +179,9 @@ def remember_sums(
     add_up: Callable[..., Sequence[Tensor]],
     ctx: Any = None,
 ) -> None:
-    """Give ``sums`` the recipe ``add_up(sources, *factors)``, which makes all of them, unless there are many sources.
+    """Let backward recompute all ``sums`` by ``add_up(sources, *factors)``, unless there are many sources.
 
-    Sources that have recipes themselves have to be kept for other reasons, too.
+    Sources that are recomputed themselves have to be kept for other reasons, too.
     """
     if not _remembers() or len(sources) > FEW:
         return
@@ -225,7 +225,7 @@ def _keeps_streams() -> bool:
 
 
 def keep_some(streams: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return new streams; every few units, drop the recipes that mixes gave them, so that they are kept."""
+    """Return new streams; every few units, keep them: drop the recompute functions that mixes gave them."""
     for stream in streams if _keeps_streams() and not torch.compiler.is_compiling() else ():
         _forget(stream)
     return streams
@@ -238,16 +238,16 @@ def remember_written(
     branches: Sequence[Tensor],
     ctx: Any = None,
 ) -> None:
-    """Give ``written`` the recipe ``write(streams, branches)``, inside `UnitsLeft`, unless it is to be kept."""
+    """Let backward recompute ``written`` by ``write(streams, branches)``, in `UnitsLeft`, unless it is kept."""
     if _keeps_streams() or not is_sparing():
         return
-    # Detached: otherwise the recipe would hold their graph.
+    # Detached: otherwise the function would hold their graph.
     before, kept = Saved(streams.detach()), [Saved(f.detach()) for f in branches]
     remember(written, lambda: write(before(), [f() for f in kept]), ctx)
 
 
 def norm_again(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``norm(x)``; backward recomputes what is as large as ``x``, and ``x`` itself if it has a recipe."""
+    """``norm(x)``; backward recomputes what is as large as ``x``, and ``x`` itself if it can."""
     with sparing(x):
         return made_again(norm, x) if is_sparing() and _is_norm(norm) else norm(x)
 
@@ -277,7 +277,7 @@ def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Ten
         with torch.autograd.graph.saved_tensors_hooks(region.pack, region.unpack):
             result = merge(x, *branches)
         if region.settle():
-            _forget(result)  # a mix's recipe for it may need tensors that the region recomputes
+            _forget(result)  # a mix would recompute it from tensors that the region recomputes
             remember_written(x, result, lambda x, branches: region.run(x, branches)[0], branches)
         return result
 

@@ -399,7 +399,7 @@ class _Sum(torch.autograd.Function):
 
 @torch.no_grad()
 def _again(dtype: torch.dtype, sources: Sequence[Tensor], weight: Tensor | None, *scores: Tensor) -> tuple[Tensor]:
-    """The sum of a `_Sum` without ``added`` terms, for its recipe."""
+    """The sum of a `_Sum` without ``added`` terms, to recompute it."""
     if switch.opaque(sources[0]):
         return (operators.mix(sources, weight, scores, (), None, dtype),)
     return (plain.combine(sources, weight, (), scores),)

@@ -99,7 +99,7 @@ def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: Any = None) -> None:
-    """Give a read of streams with ``weights`` a recipe."""
+    """Let backward recompute a read of streams with ``weights``."""
     if is_sparing():
         kept, weights = Saved(streams.detach()), weights.detach()
         remember(result, lambda: _read(kept(), weights)[0], ctx)
@@ -204,7 +204,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
 def remember_combined(
     result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: Any = None
 ) -> None:
-    """Give new streams a recipe."""
+    """Let backward recompute new streams."""
     weights = weights.detach()
     remember_written(streams, result, lambda x, branches: _combined(x, weights, branches), branches, ctx)
 

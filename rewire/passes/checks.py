@@ -1,4 +1,4 @@
-"""What is refused before a model is searched: wrong choices, and models that cannot be rewired as they are."""
+"""What is refused before a model is searched: models that cannot be rewired as they are, and bad choices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_choices(granularity: str = "auto", start: str = "preserve", loop: str 
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be rewired."""
+    """Refuse a model that cannot be rewired."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     check_unwrapped(model)
@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_copies_know_their_modules(model: nn.Module) -> None:
-    """Refuse attributes that know modules by what no copy of them has: all copies would go another way than the model.
+    """Refuse attributes that identify modules in a way that fails in a copy, which would then behave differently.
 
     Raises:
         RewireError: saying which attribute does.
@@ -55,8 +55,8 @@ def check_copies_know_their_modules(model: nn.Module) -> None:
 
 
 def _known_by(value: Any, ids: set[int]) -> str:
-    """How an attribute, or what is in its container, knows modules with these ids; empty if in no such way."""
-    kind = type(value)  # isinstance would ask a proxy whose object is gone
+    """How an attribute, or its content, identifies modules with these ids; empty if in no such way."""
+    kind = type(value)  # isinstance would query a proxy whose object is gone
     if issubclass(kind, weakref.WeakKeyDictionary):
         return "weak references" if any(id(key) in ids for key in value) else ""
     items = [value, *(value if issubclass(kind, (dict, list, tuple, set, frozenset)) else ())]
@@ -67,14 +67,14 @@ def _known_by(value: Any, ids: set[int]) -> str:
 
 
 def _module_behind(proxy: Any) -> Any:
-    """The module that a weak proxy stands for; None if it is none, or gone."""
+    """The module behind a weak proxy; None if it is no proxy, or the module is gone."""
     try:
         return getattr(getattr(proxy, "modules", None), "__self__", None)
     except ReferenceError:
         return None
 
 
-#: Class of a wrapper -> what was done to the model, and where the model is in it.
+#: Class of a wrapper -> what was done to the model, and the attribute that holds the model.
 _WRAPPERS = {
     "DataParallel": ("wrapped in DataParallel", ".module"),
     "DistributedDataParallel": ("wrapped in DistributedDataParallel", ".module"),
@@ -88,7 +88,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """Refuse models that are sharded, wrapped, compiled or scripted.
 
     Raises:
-        WrappedModel: saying which module is, and what to do: a model that is rewired inside has to be unwrapped.
+        WrappedModel: saying which module is, and what to do: a rewired model has to be unwrapped.
     """
     was_rewired = any(isinstance(module, Connection) for module in model.modules())
     for path, module in model.named_modules():
@@ -113,7 +113,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def _remedy(was_rewired: bool, inside: str, path: str = "") -> str:
-    """What to do with a wrapped model; ``inside`` is the attribute of the wrapper that has the model."""
+    """What to do with a wrapped model; ``inside`` is the wrapper's attribute that holds the model."""
     if was_rewired and inside:
         return f"put what is inside ({inside}) in its place" if path else f"pass the model that is inside ({inside})"
     if was_rewired:
@@ -122,25 +122,25 @@ def _remedy(was_rewired: bool, inside: str, path: str = "") -> str:
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether any of its tensors is on the meta device."""
+    """Whether any tensor of a model is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def check_loaded(model: nn.Module, done: str) -> None:
-    """Refuse models without values; ``done`` says what would be done to them.
+    """Refuse models without values; ``done`` says what they are needed for.
 
     Raises:
-        RewireError: it is on the meta device.
+        RewireError: the model is on the meta device.
     """
     if on_meta(model):
         raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is {done}.")
 
 
 def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
-    """Refuse one stage of a pipeline: what its trunk had before and after would be missing from its streams.
+    """Refuse one stage of a pipeline: its streams would miss the earlier and later states of the trunk.
 
     Raises:
-        RewireError: modules around a trunk were taken away.
+        RewireError: modules around a trunk were removed.
     """
     for trunk in trunks:
         owner = model.get_submodule(trunk.owner)

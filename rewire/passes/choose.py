@@ -1,4 +1,4 @@
-"""Pass: which trunk gets which topology, and which of its residual adds are one unit."""
+"""Pass: choose the topology of each trunk, and which of its residual adds form a unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rewire.trunk import Trunk
 
 
 def choose(trunks: Sequence[Trunk], topologies: Mapping[str, Topology], granularity: str) -> list[Layout]:
-    """What connects each trunk that a key of ``topologies`` names.
+    """The layout of each trunk that a key of ``topologies`` names.
 
     Raises:
         UnknownName: a key names no trunk.
@@ -31,7 +31,7 @@ def chosen_topologies(
     names: Sequence[str] | None,
     start: Start,
 ) -> dict[str, Topology]:
-    """Topology by trunk name, or part of one; the empty key stands for all trunks."""
+    """Topologies by name of a trunk, or part of one; the empty key stands for all trunks."""
     if names is not None and not all(isinstance(name, str) for name in names):
         raise TypeError("trunks has to hold the names of trunks: rewire.inspect(model) shows them.")
     if not isinstance(topology, Mapping):
@@ -51,12 +51,12 @@ def chosen_topologies(
 
 
 def named_by(key: str, trunks: Sequence[Trunk]) -> list[Trunk]:
-    """The trunks that ``key`` names: the one of that name, else those of whose name it is a part."""
+    """The trunks that ``key`` names: the one with this name, else those with names that contain it."""
     return [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if has_part(t.name, key)]
 
 
 def assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trunk, str]]:
-    """Trunks that a key names, with that key."""
+    """Each trunk that a key names, with that key."""
     pairs = []
     for trunk in trunks:
         own = [key for key in keys if trunk in named_by(key, trunks)]
@@ -70,7 +70,7 @@ def check_names(keys: Collection[str], trunks: Sequence[Trunk]) -> None:
     """Refuse keys that name none of ``trunks``.
 
     Raises:
-        UnknownName: saying which trunks there are.
+        UnknownName: with the names of the trunks.
     """
     for key in keys:
         if key and not named_by(key, trunks):
@@ -79,12 +79,12 @@ def check_names(keys: Collection[str], trunks: Sequence[Trunk]) -> None:
 
 
 def has_part(name: str, key: str) -> bool:
-    """Whether ``key`` is a run of parts of the dotted ``name``; the empty key is one of every name."""
+    """Whether ``key`` is a sequence of parts of the dotted ``name``. Every name contains the empty key."""
     return not key or f".{key}." in f".{name}."
 
 
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
-    """Which residual adds the topology connects as one unit."""
+    """Assign each residual add of a trunk to a unit of the topology."""
     widths = trunk.widths
     if len(widths) > 1:
         raise WidthMismatch(
@@ -132,7 +132,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     resolved = topology.granularity if granularity == "auto" else granularity
     separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
-    separate |= any(site.in_place for site in trunk.sites)  # of a sum inside a unit, what was read would be written to
+    separate |= any(site.in_place for site in trunk.sites)  # it would write to what a unit has read
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     topology = placed_topology(topology, [trunk.sites[n].kind for n in _opening(units)])
     attention = _attention_units(trunk, topology, units)
@@ -140,12 +140,12 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
 
 
 def _opening(units: Sequence[int]) -> list[int]:
-    """The first residual add of each unit."""
+    """The new text of each function. Errors in an attention, which has no trunk, name the trunk planned before it."""
     return [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> Collection[int]:
-    """Units that begin with an attention, for a topology that gives attentions separate q/k/v inputs."""
+    """Units that begin with an attention, if the topology gives attentions separate q/k/v inputs."""
     if not topology.reads_qkv:
         return []
     found = [units[n] for n in _opening(units) if trunk.sites[n].kind in ("attention", "parallel")]

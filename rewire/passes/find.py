@@ -1,4 +1,4 @@
-"""Finder: the trunks of a model, from the residual streams of its flows."""
+"""Finder: the trunks of a model, from its flows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rewire.patterns import Pattern
 from rewire.torch_internals import CHILDREN, backward_hooks, pytree
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
-_SHOWN = 12  # reasons in an error
+_SHOWN = 12  # lines of reasons in an error message
 _CHILDREN = frozenset({"children", "named_children", CHILDREN})
 NOT_RUN = (
     "it did not run, although the blocks beside it did: it is not connected, and running it in the middle of the "
@@ -44,14 +44,14 @@ SINGLE = "a single residual add: there is nothing to connect it with"
 
 @dataclasses.dataclass
 class Finding:
-    """What was found in one graph.
+    """The result of the search in one flow.
 
     Attributes:
-        flow: the graph: of a run, or a trace.
+        flow: what was recorded or traced.
         trunks: by name.
-        chains: the residual adds of each of them in the graph.
-        left: what was left alone: where, and why.
-        again: streams that run through the code of a trunk once more, as in a model that encodes two inputs.
+        chains: the residual adds of each trunk, by the trunk's name.
+        left: adds and trunks that were left alone, and why.
+        again: further chains through the code of a trunk, as in a model that encodes two inputs.
         dropped: names of adds that a run in training mode left out.
         gone: residual adds of trunks that were left alone.
     """
@@ -76,7 +76,7 @@ class Finding:
         return sum(len(chain.adds) for chain in self.chains.values())
 
     def passes(self, name: str) -> list[Chain]:
-        """The streams that run through the code of a trunk, in order."""
+        """All chains that run through the code of a trunk, in order."""
         chain = self.chains.get(name)
         return [] if chain is None else [chain, *(other for other in self.again if _same_code(other, chain))]
 
@@ -89,11 +89,11 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was found in a model.
+    """The result of the search in a model.
 
     Attributes:
-        evaluation: in a run in evaluation mode, or in a trace; the trunks are those of this one.
-        training: in a run in training mode, if there was one.
+        evaluation: from a run in evaluation mode, or from a trace. Its trunks are the model's.
+        training: from a run in training mode, if there was one.
     """
 
     evaluation: Finding
@@ -123,19 +123,18 @@ class Found:
         self.evaluation.dropped |= {site.name for site in sites}
 
 
-#: How the graph of a model is made: see `find`.
+#: How to get the flow of a model: see `find`.
 Method: TypeAlias = Literal["run", "meta", "trace"]
 
 
 def find(prepared: Prepared, method: Method | None = None, restart: bool = False) -> Found:
-    """The trunks of a model, which is not changed.
+    """Find the trunks of a model, which is not changed.
 
     Args:
         prepared: the model. Without inputs it is traced.
-        method: ``"run"``: copies are run, in evaluation and in training mode. ``"meta"``: they are run on the meta
-            device, where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and
-            copies are run as for ``"meta"`` where that leaves doubts. None: ``"run"`` on inputs of the caller's, else
-            ``"trace"``.
+        method: ``"run"``: run copies in evaluation and in training mode. ``"meta"``: run them on the meta device, where
+            nothing is computed; run them for real only if that fails. ``"trace"``: trace the model; if the trace is not
+            conclusive, run copies as for ``"meta"``. None: ``"run"`` if the caller passed inputs, else ``"trace"``.
         restart: see `chains`.
 
     Raises:
@@ -154,7 +153,7 @@ def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
         if recorded:
             return recorded
     finding = finding_in(follow(prepared.model, prepared.forwards), prepared.patterns, restart)
-    if prepared.given:  # to pass inputs is no remedy
+    if prepared.given:  # the caller has passed inputs: do not advise it
         finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
     mixed = any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
@@ -167,13 +166,13 @@ def _find(prepared: Prepared, method: Method, restart: bool) -> Found:
 
 
 def _recorded_cheaply(prepared: Prepared, restart: bool) -> Found | None:
-    """What runs on the meta device show, or else, of a model that is not there, real ones; None if none works."""
+    """Search runs on the meta device; if they leave doubts and the model has values, real runs. None if all fail."""
     found = None
     for device in ("meta",) if on_meta(prepared.model) else ("meta", None):
         try:
             found = _recorded(prepared, device, restart)
         except BadExampleInputs as error:
-            if prepared.given and device is None:  # a real run, on inputs of the caller's
+            if prepared.given and device is None:  # a real run, on the caller's inputs
                 raise
             log.info("%s", error)
         if found and found.trunks and not any(finding.flow.guessed for finding in found.findings):
@@ -192,7 +191,7 @@ def check_found(found: Found, prepared: Prepared) -> None:
 
 
 def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
-    """The message: each add that was left alone, and why."""
+    """The error message: each add that was left alone, and why."""
     name, rows = prepared.name, told(report.left)
     if not rows:
         return (
@@ -210,14 +209,14 @@ def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
 
 
 def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
-    """What runs in evaluation and in training mode show."""
+    """Search a run in evaluation mode and one in training mode."""
     assert prepared.inputs is not None
     findings, forwards, cut = list[Finding](), prepared.forwards, dict[str, str]()
     for training in (False, True):
         looked_at = private(prepared.model, device).train(training)
         for module in looked_at.modules():
             for hooks in backward_hooks(module):
-                hooks.clear()  # torch puts views around modules that have some: no operations of the model's
+                hooks.clear()  # for modules with such hooks, torch inserts views that are not the model's
             if type(module) in forwards:
                 define(module, forwards[type(module)])
         try:
@@ -226,11 +225,11 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
         except RewireError:
             raise
         except Exception as error:
-            if training and (device is None or on_meta(prepared.model)):  # else a real run may show it
+            if training and (device is None or on_meta(prepared.model)):  # otherwise a real run may work
                 log.info("%s does not run in training mode: %s", prepared.name, error)
                 break
             raise BadExampleInputs(
-                f"{prepared.name} does not run on {_of_whom(prepared)}: {type(error).__name__}: {error}"
+                f"{prepared.name} does not run on {_inputs_in_words(prepared)}: {type(error).__name__}: {error}"
             ) from error
         with seeded(0, looked_at):
             finding = finding_in(flow, prepared.patterns, restart)
@@ -246,11 +245,11 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
             finding.leave(name, reason)
     found = Found(*findings)
     if found.training is not None:
-        _name_alike(found.evaluation, found.training)
+        _match_names(found.evaluation, found.training)
         _agree(found.evaluation, found.training)
         for name, trunk in found.training.trunks.items():
             ran = collections.Counter(site.name for site in trunk.sites)
-            found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
+            found.drop(site for site in found.trunks[name].sites if not _take_one(ran, site.name))
     flows = [finding.flow for finding in findings]
     guesses = dict.fromkeys(flow.guessed for flow in flows if flow.guessed)
     found.evaluation.left += guesses
@@ -263,7 +262,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
 
 
 def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
-    """Paths of modules like the blocks of a trunk, beside these, that did not run."""
+    """Paths of the siblings of a trunk's blocks that have the same class but did not run."""
     ran = {call.path for flow in flows for call in flow.calls if not call.helper}
     blocks, missed = {site.block for site in trunk.sites if site.block}, list[str]()
     for above in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
@@ -275,18 +274,18 @@ def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
     return missed
 
 
-def _of_whom(prepared: Prepared) -> str:
-    """The example inputs, in words, and what is to be known of them if they are the caller's."""
+def _inputs_in_words(prepared: Prepared) -> str:
+    """The example inputs in words, and whether some that the caller passed are not contiguous."""
     if not prepared.given:
         return "the inputs that the pattern registry makes for it (pass example_inputs that it takes)"
     spread = any(isinstance(t, Tensor) and not t.is_contiguous() for t in pytree.tree_leaves(prepared.inputs))
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 
-def _name_alike(evaluation: Finding, training: Finding) -> None:
-    """Give trunks of a run in training mode the names that they have in evaluation mode: those of the same blocks.
+def _match_names(evaluation: Finding, training: Finding) -> None:
+    """Name the trunks of training mode like those of evaluation mode that have the same blocks.
 
-    One of which blocks were left out by chance is still that trunk; one that evaluation mode does not show is none.
+    Blocks may be left out by chance in training. A trunk without a counterpart in evaluation mode is left alone.
     """
     trunks, chains = training.trunks, training.chains
     training.trunks, training.chains = {}, {}
@@ -294,7 +293,7 @@ def _name_alike(evaluation: Finding, training: Finding) -> None:
     for own, trunk in sorted(trunks.items(), key=lambda item: -len(item[1].sites)):
         mine = collections.Counter(site.block for site in trunk.sites)
         free = [name for name in blocks if name not in training.trunks and mine <= blocks[name]]
-        alike = {name: _overlap(trunk, evaluation.trunks[name]) for name in free}  # of two streams of the same blocks
+        alike = {name: _overlap(trunk, evaluation.trunks[name]) for name in free}  # of streams through the same blocks
         name = min(free, key=lambda name: (blocks[name].total(), -alike[name]), default=None)
         if name is None:
             place = written_at(chains[own].adds[0].op.place)
@@ -303,8 +302,8 @@ def _name_alike(evaluation: Finding, training: Finding) -> None:
         training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
 
 
-def _taken(counts: collections.Counter[str], name: str) -> bool:
-    """Whether one of a name is left, which is taken."""
+def _take_one(counts: collections.Counter[str], name: str) -> bool:
+    """Take one occurrence of a name; whether there was one left."""
     counts[name] -= 1
     return counts[name] >= 0
 
@@ -315,7 +314,7 @@ def _overlap(one: Trunk, other: Trunk) -> int:
 
 
 def _agree(evaluation: Finding, training: Finding) -> None:
-    """Operations behind an add that run in one mode only: the state is yet to be made there in both."""
+    """Let both modes agree on ``post``: operations that follow an add in one mode count in the other, too."""
     for name in evaluation.trunks.keys() & training.trunks.keys():
         one, other = evaluation.trunks[name], training.trunks[name]
         sites = list(zip(one.sites, other.sites, strict=False))
@@ -323,7 +322,7 @@ def _agree(evaluation: Finding, training: Finding) -> None:
             continue
         posts = [mine.post or yours.post for mine, yours in sites]
         affine = [all(site.affine for site in both if site.post) for both in sites]
-        if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
+        if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # after the last add, they may not be the stream's
             posts[-1] = ()
             for finding in (evaluation, training):
                 finding.chains[name].adds[-1].post = []
@@ -333,7 +332,7 @@ def _agree(evaluation: Finding, training: Finding) -> None:
                 post=post,
                 affine=bool(post) and scales,
                 in_place=mine.in_place or yours.in_place,
-                overwritten=mine.overwritten and yours.overwritten,  # where one mode makes nothing, that was looked at
+                overwritten=mine.overwritten and yours.overwritten,  # False where a mode has no operations there
             )
             for (mine, yours), post, scales in zip(sites, posts, affine, strict=True)
         ]
@@ -341,7 +340,7 @@ def _agree(evaluation: Finding, training: Finding) -> None:
 
 
 def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = False) -> Finding:
-    """All residual streams of at least two adds, in the order of the model's modules; ``restart``: see `chains`."""
+    """All residual streams of at least two adds, in the order of the model's modules. ``restart``: see `chains`."""
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow, restart)
     left = list(flow.unread.values())
@@ -352,7 +351,7 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
-        sites = _of_one_mind(chain, [_site(flow, add, patterns) for add in chain.adds])
+        sites = _with_one_channel_dim(chain, [_site(flow, add, patterns) for add in chain.adds])
         for number, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
             sites[number] = dataclasses.replace(sites[number], overwritten=overwritten(flow, add.post, behind))
         if len(sites) == 1:
@@ -371,22 +370,22 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
 
 
 def _same_code(chain: Chain, other: Chain) -> bool:
-    """Whether the adds are the same expressions in the same modules, as far as these are known."""
+    """Whether the adds of both are the same expressions in the same modules; False if that is not known."""
     one, two = ([(add.op.scope.path, add.op.scope.code, add.op.place) for add in c.adds] for c in (chain, other))
     return one == two and all(place is not None for _, _, place in one)
 
 
 def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[Add, Site]]:
-    """All residual adds of a flow, in order, those of streams of a single one, too."""
+    """All residual adds of a flow in order, single ones included."""
     adds = [add for chain in chains(flow)[0] for add in chain.adds]
     return [(add, _site(flow, add, patterns)) for add in sorted(adds, key=lambda add: add.op.index)]
 
 
-def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
-    """The sites, where what reads the stream says different things of its channels: as most of it says.
+def _with_one_channel_dim(chain: Chain, sites: list[Site]) -> list[Site]:
+    """If the sites disagree about the channels, the sites with what most of them say.
 
-    States of one shape have their channels in one dimension; of several shapes they are counted from the end or, where
-    they agree only so, from the front. Without shapes the sites stay as they are.
+    States of the same shape have the same channel dimension. Across shapes, it is counted from the end, or from the
+    front where they agree only so. If shapes are unknown, the sites are returned unchanged.
     """
     shapes = [add.shape for add in chain.adds]
     if len({(site.width, site.channel_dim) for site in sites if site.width}) < 2 or None in shapes:
@@ -428,13 +427,13 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
 
 
 def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:
-    """Whether an add writes to what these operations have made, in place."""
+    """Whether an add overwrites in place what the operations ``made`` have computed."""
     writes = any(op in flow.held for op in (add.op, *add.op.inputs) if op.place == add.op.place)
     return writes and add.shortcut in made and add.op.inputs[0] is add.shortcut
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:
-    """Path, below the block, of the innermost module that ``op`` runs in; the operation's name if it is the block."""
+    """Path, below the block, of the innermost module that ``op`` runs in; if that is the block, the name of ``op``."""
     path = op.scope.path.removeprefix(block).lstrip(".")
     return path if len(op.scope.modules()) > depth and path else op.name
 
@@ -450,12 +449,12 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
 
 
 def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
-    """A unit is an element of the container, or one more call of the same.
+    """The unit of each add: each element of the container is a unit, and so is each further call of the same element.
 
     Args:
         chain: the residual adds.
-        sites: what is said of them.
-        depth: parts of the container's path.
+        sites: the description of each add.
+        depth: number of parts in the container's path.
     """
     units: list[int] = []
     before: object = None
@@ -475,7 +474,7 @@ def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
 
 
 def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:
-    """The nearest module around all adds that runs no child which it does not name; else one in the first block."""
+    """The nearest module around all adds that does not iterate over its children; else one in the first block."""
     path = chain.home().path
     while flow.containers(path) or _runs_its_children(flow.model, path):
         if not path:
@@ -485,7 +484,7 @@ def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:
 
 
 def _below(flow: Flow, path: str) -> str:
-    """The first module at or below a path that runs no child which it does not name; one with children, if there is."""
+    """The first module at or below a path that does not iterate over its children, preferably one that has some."""
     modules = {} if isinstance(flow.model, fx.GraphModule) else dict(flow.model.get_submodule(path).named_modules())
     below = {".".join(filter(None, (path, name))): module for name, module in modules.items()}
     free = [at for at in below if not (flow.containers(at) or _runs_its_children(flow.model, at))]
@@ -493,7 +492,7 @@ def _below(flow: Flow, path: str) -> str:
 
 
 def _runs_its_children(model: nn.Module, path: str) -> bool:
-    """Whether a forward goes through ``self.children()``: a connection that is registered there would be called."""
+    """Whether a forward loops over ``self.children()``: it would call a connection that is registered there."""
     if isinstance(model, fx.GraphModule):
         return False
     cls = type(model.get_submodule(path))

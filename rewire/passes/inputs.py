@@ -1,4 +1,4 @@
-"""Example inputs: the ones that were given, or ones that the registry of architectures makes."""
+"""Example inputs: the caller's, or those that the registry of architectures makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rewire.patterns import Pattern, first_given
 
 
 def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:
-    """The example inputs that were given, else ones that the registry of architectures makes.
+    """The caller's example inputs, or those that the registry of architectures makes.
 
     Raises:
-        BadExampleInputs: what was given is none, or nothing was and the registry has none.
+        BadExampleInputs: the caller's are none, or there are none and the registry makes none.
     """
     if example_inputs is not None:
         return normalise_inputs(example_inputs)
@@ -28,13 +28,13 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
         inputs: Inputs = make(model)
     except RewireError:
         raise
-    except Exception as error:  # a config may lack settings, or have ones that fit no rule
+    except Exception as error:  # a config may lack settings, or have some that fit no rule
         raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
     return inputs
 
 
 def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs | None:
-    """The example inputs that were given, else those of the registry; None if it has none, which is logged."""
+    """The caller's example inputs, or those of the registry; None, with a line in the log, if it has none."""
     try:
         return inputs_for(model, found, example_inputs)
     except BadExampleInputs as error:
@@ -45,14 +45,14 @@ def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) ->
 
 
 def normalise_inputs(example_inputs: Any) -> Inputs:
-    """A tuple of args, a dict of kwargs, a pair of both, or one tensor, as a pair of both.
+    """Example inputs as (args, kwargs): from a tuple of args, a dict of kwargs, a pair of both, or one tensor.
 
     Raises:
-        BadExampleInputs: it is none of these.
+        BadExampleInputs: they are none of these.
     """
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):  # a dict, or what a tokeniser returns
+    if isinstance(example_inputs, Mapping):  # a dict, or the result of a tokeniser
         return (), _named(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         if (

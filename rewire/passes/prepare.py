@@ -1,4 +1,4 @@
-"""Pass: a model as the other passes take it: a copy, the patterns that know it, and inputs to run it on."""
+"""Pass: prepare a model for the other passes: a copy, the patterns that know it, and inputs to run it on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rewire.patterns import Pattern, patterns_for
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A model that is to be searched and rewired.
+    """A model to search and rewire.
 
     Attributes:
         model: a copy around the same tensors, with what patterns switch off switched off.
-        patterns: those that match the model.
+        patterns: the patterns that match the model.
         inputs: positional and keyword arguments to run copies on; None if there are none.
-        given: whether the caller gave them.
+        given: whether they are the caller's.
     """
 
     model: nn.Module
@@ -31,17 +31,17 @@ class Prepared:
 
     @property
     def name(self) -> str:
-        """The class of the model."""
+        """The class name of the model."""
         return type(self.model).__name__
 
     @property
     def forwards(self) -> dict[type[nn.Module], FunctionType]:
-        """Functions that take the place of the forwards of modules of some classes: see `Pattern.forwards`."""
+        """Replacements for the forwards of modules of some classes: see `Pattern.forwards`."""
         return {cls: function for pattern in reversed(self.patterns) for cls, function in pattern.forwards.items()}
 
 
 def prepare(model: nn.Module, example_inputs: Any = None) -> Prepared:
-    """The model with all that the passes need of it; it is not changed.
+    """Prepare a model, which is not changed.
 
     Args:
         model: a plain model.
@@ -55,7 +55,7 @@ def prepare(model: nn.Module, example_inputs: Any = None) -> Prepared:
 
 
 def without_inputs(model: nn.Module) -> Prepared:
-    """The model, to be traced."""
+    """Prepare a model that is to be traced."""
     patterns, copied = patterns_for(model), shared(model)
     for pattern in patterns:
         if pattern.prepare:

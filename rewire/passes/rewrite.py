@@ -1,4 +1,4 @@
-"""Pass: edit the forwards of a copy, and give it the connections that they talk to."""
+"""Pass: edit the forwards of a copy, and give it the connections that they call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.torch_internals import children_of, forward_hooks
 
-#: What the errors of calls that take another way say more, where no run on inputs of the caller's has shown the way.
+#: Added to errors of calls that take another path, if no run on the caller's inputs has shown that path.
 _ADVICE = " It was rewired without example_inputs: pass some that take this way."
 
 
@@ -44,8 +44,8 @@ def rewrite(
     Args:
         prepared, found, layouts: the model, and the trunks to rewire.
         start: of the connections.
-        all_of_them: whether a trunk that cannot be edited is an error; else what was found leaves it, with a warning,
-            if others can.
+        all_of_them: whether a trunk that cannot be edited is an error. Otherwise it is removed from ``found`` with a
+            warning, if other trunks can be edited.
 
     Raises:
         EditError: a trunk cannot be edited.
@@ -66,7 +66,7 @@ def rewrite(
     for name in chosen:
         show_between(rewired, trunks[name])
     if hasattr(type(rewired), "no_weight_decay") and not is_edited(rewired):
-        install(rewired, {}, shared=True)  # so that it names the connection weights, too
+        install(rewired, {}, shared=True)  # so that its repr shows the connection weights, too
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 
@@ -74,10 +74,10 @@ def rewrite(
 def edits(
     prepared: Prepared, found: Found, layouts: Sequence[Layout], all_of_them: bool = False
 ) -> tuple[Plans, dict[Key, str], dict[str, Layout]]:
-    """What changes in which function, the new texts, and which trunks that is for; arguments as for `rewrite`.
+    """The plan of each function, the new texts, and the layouts of the edited trunks. For arguments see `rewrite`.
 
     Raises:
-        EditError: see there. What was found leaves that trunk, too.
+        EditError: see `rewrite`; ``found`` then loses that trunk, too.
     """
     chosen = {layout.trunk: layout for layout in layouts}
     while True:
@@ -93,7 +93,7 @@ def edits(
 
 
 class _CannotEdit(Exception):
-    """A trunk cannot be edited, and others may."""
+    """A trunk cannot be edited, but others may be."""
 
     def __init__(self, trunk: str, why: EditError) -> None:
         super().__init__(trunk, why)
@@ -109,7 +109,7 @@ def _editing(trunk: str) -> Iterator[None]:
 
 
 def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Plans:
-    """What changes in which function, for all trunks together."""
+    """The plans of all functions, for all trunks together."""
     entered: set[Key] = set()
     while True:
         plans: Plans = {}
@@ -120,11 +120,11 @@ def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Pl
         missed = {key for key in handed & plans.keys() if plans[key].entered}
         if not missed:
             return plans
-        entered |= missed  # one trunk is only handed through, and another one makes it hold tensors
+        entered |= missed  # one trunk is only passed on there, but another one makes the function hold tensors
 
 
 def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entered: set[Key]) -> set[Key]:
-    """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
+    """Plan the edits for a trunk in both modes; return the functions that only pass its stream on."""
     trunk, handed = found.trunks[layout.trunk], set[Key]()
     separate = [number for number in range(len(trunk.sites)) if layout.sites[number].reads_qkv]
     for finding in (finding for finding in found.findings if trunk.name in finding.trunks):
@@ -140,7 +140,7 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entere
 
 
 def _texts(model: nn.Module, plans: Plans, trunk: str) -> dict[Key, str]:
-    """The new text of each function; one without a trunk (an attention's) is of the trunk of the one before it."""
+    """The new text of each function. Errors in an attention, which has no trunk, name the trunk planned before it."""
     texts, classes = {}, {type(model.get_submodule(function.path)) for function in plans.values()}
     for key, function in plans.items():
         trunk = function.trunks[-1] if function.trunks else trunk

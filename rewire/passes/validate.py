@@ -1,8 +1,8 @@
-"""Pass: compare the rewritten model with the original: outputs and gradients.
+"""Pass: compare outputs and gradients of the rewritten model with the original's.
 
-Both run on the same inputs with the same random numbers: in evaluation mode; with perturbed weights, since branches
-that are zero at the start would hide everything behind them; and in training mode. Copies are compared (`copies`), so
-that neither model changes.
+Both run on the same inputs with the same random numbers: in evaluation mode; with perturbed weights, as a branch that
+is zero at its start would hide errors; and in training mode. Copies are compared (`copies`), so that neither model
+changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rewire.runtime.connection import connections
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
 
-#: Where the same rewrite with plain connections in it has to be the original.
+#: Settings in which the rewrite with plain connections has to equal the original.
 SETTINGS = (
     Setting("evaluation mode"),
     Setting("evaluation mode, perturbed weights, strided inputs", perturbed=True, strided=True),
@@ -39,7 +39,7 @@ SETTINGS = (
 )
 
 
-#: And where the learned ones have to be, at a preserving start.
+#: Settings in which learned connections have to equal the original, at a preserving start.
 STARTS = (
     Setting("evaluation mode, at the start of the topology", rounding=True),
     Setting(
@@ -50,7 +50,7 @@ STARTS = (
     ),
 )
 
-#: Where the learned ones have to be what their formulas say, and are not the plain network.
+#: Setting in which learned connections have to follow their formulas, and differ from the plain network.
 MOVED = Setting("evaluation mode, perturbed weights, connection weights that have moved", perturbed=True, moved=True)
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -58,13 +58,13 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass
 class Comparison:
-    """What was compared.
+    """The result of a comparison.
 
     Attributes:
-        settings: names of those in which both models ran.
-        outputs, gradients: numbers of tensors that were compared in them.
+        settings: names of the settings in which both models ran.
+        outputs, gradients: numbers of tensors that were compared.
         error: the largest relative difference of an output.
-        failed: why the original did not run in the last setting that only some models run in.
+        failed: why the original did not run in the last setting in which it may fail.
     """
 
     settings: list[str] = dataclasses.field(default_factory=list)
@@ -86,13 +86,13 @@ def check(
     start: Start,
     patterns: Sequence[Pattern] = (),
 ) -> None:
-    """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
+    """Compare the rewrite with the original: with plain connections, and at a preserving start with the learned ones.
 
-    With connection weights that have moved it is compared with the original's branches as the formulas connect them.
+    With connection weights that have moved, it is compared with the original's branches as the formulas connect them.
 
     Args:
-        model, rewired: the original, and what was made of it; neither changes.
-        found, patterns: what runs of the original showed; the patterns that know it.
+        model, rewired: the original and the rewritten model; neither changes.
+        found, patterns: the search result, and the patterns that know the original.
         inputs: what to run them on; None if there is nothing.
         start: of the learned connections.
 
@@ -108,7 +108,7 @@ def check(
         )
         return
     rewired = shared(rewired)
-    drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
+    drop_copies(rewired)  # a copy starts equal to its norm, but the gradient is only known for the norm
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else ())
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
     for trunk, site in _run_by_chance(rewired, inputs, trained):
@@ -117,7 +117,7 @@ def check(
 
 
 def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
-    """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
+    """Run the rewritten model in training mode with another seed, which may leave out other blocks.
 
     Returns:
         The residual adds that it left out: trunk, and number of the site.
@@ -140,7 +140,7 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
 
 
 def _what_happens(rewired: nn.Module, inputs: Inputs, seed: int) -> list[tuple[str, str, int]] | None:
-    """What `Layout.observe` sees in training mode: trunk, what, number of the site; None if it does not train."""
+    """The calls of `Layout.observe` in training mode: trunk, what, number of the site; None if it does not train."""
     bench, seen = private(rewired).train(), list[tuple[str, str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)
@@ -170,11 +170,11 @@ def compare_moved(
     done, why = Comparison(), ""
     try:
         original = wired(found, rewired, patterns)
-    except Exception as error:  # the models are right at their start, and only this says nothing
+    except Exception as error:  # the models agree at their start, so only warn
         why = f"{type(error).__name__}: {error}"
     else:
         try:
-            if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding hides more, or decides
+            if any(p.dtype in _LOW for p in original.parameters()):  # their rounding hides more
                 exact = dataclasses.replace(MOVED, dtype=torch.float32)
                 _compare_in(exact, _Reference(original, inputs), rewired, done)
             if not done.settings:
@@ -190,9 +190,9 @@ def compare_moved(
 
 
 def _kept_between(found: Found, rewired: nn.Module) -> str:
-    """Which state is kept where operations of the other mode would follow; empty if none is.
+    """Where a sum is kept that the other mode processes further before the next block; empty if nowhere.
 
-    What is kept is the sum there, in both modes; the wired original has what the next block reads.
+    The rewired model keeps the sum in both modes. The wired original has what the next block reads.
     """
     finding = found.evaluation
     for name, connection in connections(rewired).items():
@@ -211,7 +211,7 @@ def _kept_between(found: Found, rewired: nn.Module) -> str:
 
 
 def _misled(found: Found, rewired: nn.Module, inputs: Inputs, patterns: Sequence[Pattern]) -> str:
-    """Why the wired original says nothing; empty if with plain connections it is the original."""
+    """Why the wired original proves nothing: with plain connections it is not the original; empty if it is."""
     try:
         plain, flow = wired(found, with_plain_connections(rewired), patterns), found.evaluation.flow
         _compare_in(MOVED, _Reference(flow.before or flow.model, inputs), plain, Comparison())
@@ -228,9 +228,9 @@ def compare_both(
     settings: Sequence[Setting],
     starts: Sequence[Setting],
 ) -> None:
-    """`compare` the same rewrite with plain connections in it, in ``settings``; and as it is in ``starts``.
+    """`compare` the rewrite with plain connections in ``settings``, and with its own in ``starts``.
 
-    Settings in which the original runs alike follow each other: it runs once for them.
+    Settings with the same run of the original follow each other, so that it runs once for them.
     """
     plain, reference = with_plain_connections(rewired), _Reference(original, inputs)
     done = {plain: Comparison(), rewired: Comparison()} if starts else {plain: Comparison()}
@@ -245,12 +245,12 @@ def compare_both(
 
 
 def _way(setting: Setting) -> Setting:
-    """What a setting says of the original's run."""
+    """The part of a setting that determines the original's run."""
     return dataclasses.replace(setting, name="", rounding=False)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:
-    """A copy of a rewired model with plain residual connections for the learned ones; separate q/k/v inputs stay."""
+    """A copy of a rewired model with plain residual connections. Separate q/k/v inputs stay."""
     plain = shared(rewired)
     for connection in connections(plain).values():
         old, sites = connection.layout, range(len(connection.layout.units))
@@ -269,7 +269,7 @@ def compare(
     """Run both models in all settings, forward and backward, and compare.
 
     Returns:
-        What was compared.
+        The result of the comparison.
 
     Raises:
         BadExampleInputs: the original does not run on the inputs.
@@ -284,7 +284,7 @@ def compare(
 
 
 def _check_compared(done: Comparison, original: nn.Module) -> None:
-    """Refuse models of which no numbers could be compared."""
+    """Refuse models if no numbers could be compared."""
     if not done.outputs:
         _check_weights(original)
         raise ValidationMismatch(
@@ -296,7 +296,7 @@ def _check_compared(done: Comparison, original: nn.Module) -> None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Refuse weights that are not finite: they are why no output is."""
+    """Refuse weights that are not finite, as then no output is."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not parameter.float().isfinite().all():
             raise ValidationMismatch(
@@ -306,7 +306,7 @@ def _check_weights(model: nn.Module) -> None:
 
 
 class _Reference:
-    """The original and its inputs; its last run, which settings have in common that differ in the other model alone."""
+    """The original, its inputs and its last run, for settings that differ only in the rewritten model."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
@@ -317,7 +317,7 @@ class _Reference:
     ) -> tuple[dict[str, Tensor], Inputs, Run | None]:
         """The parameters and inputs that were used, and the run; None if only the model's own weights and mode work."""
         if self._last is None or self._last[0] != _way(setting):
-            self._last = None  # before new values are made
+            self._last = None  # frees its memory before new values are made
             values = values_for(setting, self.model, rewired)
             self._last = _way(setting), values, *_original_run(setting, self.model, self.inputs, values, done)
         return self._last[1:]
@@ -327,7 +327,7 @@ def _compare_in(setting: Setting, reference: _Reference, rewired: nn.Module, don
     original = reference.model
     values, given, expected = reference.run(setting, rewired, done)
     if expected is None or not any(finite(output) for output in expected.outputs):
-        return  # perturbed weights, or this mode, make nothing that could be compared
+        return  # with perturbed weights, or in this mode, there are no finite outputs
     try:
         actual = run(setting, rewired, given, values, dict(expected.gradients))
     except RewireError:
@@ -364,7 +364,7 @@ def _original_run(
         given = strided(inputs)
         try:
             return given, run(setting, original, given, values)
-        except Exception as error:  # not every model takes them
+        except Exception as error:  # not every model runs on strided inputs
             log.debug("%s does not run on strided inputs: %s", type(original).__name__, error)
     try:
         return inputs, run(setting, original, inputs, values)
@@ -379,7 +379,7 @@ def _original_run(
 
 
 def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) -> str:
-    """What differs first, in words; empty if nothing does."""
+    """The first difference, in words; empty if there is none."""
     equal = True
     if len(expected.outputs) != len(actual.outputs):
         return f"the rewritten model returns {len(actual.outputs)} tensors, not {len(expected.outputs)}"
@@ -398,11 +398,11 @@ def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) 
 def _is_noise(
     setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, values: dict[str, Tensor]
 ) -> bool:
-    """Whether the models are the same after all, where that can be seen more clearly.
+    """Whether a stricter look finds the models equal after all.
 
-    With random numbers that do not depend on how activations lie in memory; in float64, if rounding alone makes as much
-    of a difference in the original (batch norms over few values amplify it); and else to the precision of its least
-    precise hidden states, where outputs have a better one (a float32 head behind bfloat16 blocks).
+    It uses random numbers that do not depend on memory layout; then float64, if rounding alone changes the original as
+    much (batch norms over few values amplify it); then the tolerance of the least precise hidden states, as outputs may
+    be more precise (a float32 head after bfloat16 blocks).
     """
     strict = dataclasses.replace(setting, rounding=False, dtype=torch.float64)
     exact = dataclasses.replace(setting, dtype=torch.float64)
@@ -423,7 +423,7 @@ def _is_noise(
 
 
 def _problem(setting: Setting, expected: Run, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]) -> str:
-    """What differs first in a run of ``model``, in the precision of what is expected; empty if nothing does."""
+    """The first difference in a run of ``model``, in the precision of ``expected``; empty if there is none."""
     actual = run(setting, model, inputs, values, dict(expected.gradients))
     if len(actual.outputs) == len(expected.outputs):
         actual.outputs = [b.to(a.dtype) for a, b in zip(expected.outputs, actual.outputs, strict=True)]
@@ -438,7 +438,7 @@ def _mismatch(
     inputs: Inputs,
     values: dict[str, Tensor],
 ) -> RewireError:
-    """The error, with the first block that differs; another one if the original differs from itself."""
+    """The error, with the first block that differs; another error if the original differs from itself."""
     expected, again, actual = (block_outputs(setting, m, inputs, values) for m in (original, original, rewired))
     unsteady = _first(expected, again)
     if unsteady:
@@ -452,7 +452,7 @@ def _mismatch(
 
 
 def _first(expected: Iterable[tuple[str, Tensor]], actual: Iterable[tuple[str, Tensor]]) -> str:
-    """Path of the first module that returns something else; empty if none does."""
+    """Path of the first module whose output differs; empty if there is none."""
     known = dict[str, list[Tensor]]()
     for path, value in expected:
         known.setdefault(path, []).append(value)

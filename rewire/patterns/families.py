@@ -1,7 +1,7 @@
-"""Architectures of transformers that are known, and what their forwards do not show.
+"""Known architectures of transformers, and what their forwards do not show.
 
-Their branches and projections have usual names, and show by their use. A trace without inputs does not always see what
-a projection of all three makes: there a function says how its output is laid out.
+Their branches and projections have usual names, or are recognised by their use. A trace without inputs may not show the
+layout of a fused projection's output; for these a function here gives it.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def _gpt_neox(_projection: Any, attention: Any) -> Fused:
 
 
 def _falcon(_projection: Any, attention: Any) -> Fused:
-    """For each head its queries, with one key-value head for all of them, or one for each group of them."""
+    """For each head its queries, with one key-value head for all of them, or one for each group."""
     heads, size = attention.num_heads, attention.head_dim
     if attention.new_decoder_architecture:
         keys = attention.num_kv_heads

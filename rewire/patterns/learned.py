@@ -1,4 +1,4 @@
-"""Architectures that already have learned depth connections: they are recognised, and left alone."""
+"""Architectures that already have learned depth connections: they are recognised and left alone."""
 
 from rewire.patterns.transformers import register_transformers
 

@@ -1,4 +1,4 @@
-"""What structure alone cannot tell about an architecture, as data."""
+"""What the structure of an architecture does not show, as data."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Pattern:
     Attributes:
         description: one line, for `rewire.list_patterns`.
         matches: whether a model is of this architecture.
-        model_types: in place of ``matches``: the model has a part (or is one) whose Hugging Face config is of one of
+        model_types: in place of ``matches``: the model is, or contains, one whose Hugging Face config is of one of
             these types.
         attention: regular expression for the branch names (`Site.branch`) that are self-attention.
         ffn: the same for feed-forward branches.
         qkv: paths of the query, key and value projections below the attention branch's block (one path if they are
             fused), with ``{branch}`` for the branch's own name.
         beside: other maps in the attention that read what the queries, keys or values are projected from: path, as in
-            ``qkv`` -> ``"q"``, ``"k"`` or ``"v"``. What is not named reads as the queries do.
+            ``qkv`` -> ``"q"``, ``"k"`` or ``"v"``. Maps that are not named read as the queries do.
         fused: makes the layout of a fused projection's output, from the projection and the module that holds it.
         example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
             block.
-        twin: makes a small model of the same classes, with random weights on the CPU: what is validated in place of a
+        twin: makes a small model of the same classes, with random weights on the CPU, which is validated in place of a
             model on the meta device.
         forwards: module class -> function that is edited in place of its forward, for forwards that hide their
             residual adds behind a hand-written fast path. It has to compute the same.
-        prepare: changes a model's copy before it is rewritten (to switch a fast path off, say).
+        prepare: changes a model's copy before it is rewritten (for example, to switch off a fast path).
         learned: set if models of this architecture have learned depth connections of their own: what they are.
 
     Example:
@@ -63,8 +63,8 @@ class Pattern:
     learned: str = ""
 
     def kind(self, site: Site) -> str:
-        """Kind of a residual add: as this architecture names it, else as its structure says."""
-        if site.kind == "parallel":  # attention and feed-forward in one: the branch bears the name of one of them
+        """Kind of a residual add: by this architecture's names, else by its structure."""
+        if site.kind == "parallel":  # attention and feed-forward in one: the branch has the name of one of them
             return site.kind
         if self.attention and re.fullmatch(self.attention, site.branch):
             return "attention"
@@ -74,7 +74,7 @@ class Pattern:
 
 
 def thirds(projection: Any, _holder: Any = None) -> Fused:
-    """Layout of a fused projection to all queries, then all keys, then all values, each of the same size."""
+    """Layout of a fused projection with all queries, then all keys, then all values, each of the same size."""
     size = out_features(projection)
     assert size is not None, f"{projection} does not say how many outputs it has"
     return Fused(1, (size // 3,) * 3)
@@ -99,7 +99,7 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
 
 
 def list_patterns() -> dict[str, str]:
-    """Name of every architecture in the registry, and what it is in one line.
+    """Name of every architecture in the registry -> a one-line description.
 
     Example:
         >>> "llama" in rewire.list_patterns()
@@ -110,7 +110,7 @@ def list_patterns() -> dict[str, str]:
 
 
 def patterns_for(model: nn.Module) -> list[Pattern]:
-    """Patterns that match ``model``, the most special (registered last) first."""
+    """Patterns that match ``model``, the most specific (registered last) first."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     types = {part.config.model_type for part in model.modules() if is_pretrained(part)}  # type: ignore[union-attr]

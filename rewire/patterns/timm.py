@@ -1,4 +1,4 @@
-"""timm: one pattern for all of its models, which knows their inputs, and one for each family that is known."""
+"""timm: one pattern for all of its models, which makes their inputs, and one for each known family."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def example_inputs(model: nn.Module) -> Inputs:
 
 
 def _register(name: str, description: str, having: str = "", **names: Any) -> None:
-    """A family: models any of whose modules comes from ``timm.models.<name>`` (and has an attribute ``having``)."""
+    """Register a family: models with a module from ``timm.models.<name>`` (that has an attribute ``having``)."""
 
     def matches(model: nn.Module) -> bool:
         return f"timm.models.{name}" in sys.modules and any(

@@ -1,4 +1,4 @@
-"""Small random models by name: what the registry is tested on, and what the command line shows."""
+"""Small random models by name, for tests of the registry and for the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _VOCABULARY = 97
 
-#: Settings whose name contains one of these are rates of what training leaves out or masks: 0.
+#: Settings with these words in their names are rates of what training drops or masks: 0.
 _RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")
 
 #: Limit of a setting that counts something; a default below it stays.
@@ -50,7 +50,7 @@ _LIMITS: dict[str, int] = {
     for name in names.split()
 }
 
-#: Those that are small whatever the widths are: of layers, of experts, of words.
+#: Settings that stay small whatever the widths are: numbers of layers, of experts, of words.
 _COUNTS = {name for name in _LIMITS if re.search("layers?$|depth$|experts|moe_topk|group$|vocab_size", name)}
 
 #: Settings with one value for each stage of a hierarchical model.
@@ -70,7 +70,7 @@ _MULTIMODAL_ROPE = (
 )
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
-#: What the rules above do not say, by model type.
+#: Exceptions to the rules above, by model type.
 _SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
     **{name: {"prediction_length": 8} for name in ("autoformer", "informer", "time_series_transformer")},
@@ -116,7 +116,7 @@ def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Config
 
     Args:
         model_type: as transformers names it.
-        narrow: whether widths are small, too. Those of a config's defaults always fit together.
+        narrow: whether widths are small, too. A config's default widths always fit together.
         settings: of the config, in place of small ones.
 
     Raises:
@@ -155,7 +155,7 @@ def tiny_model(model_type: str, seed: int = 0, **settings: Any) -> nn.Module:
 
 
 def _part(library: Any, config: type) -> Any:
-    """The model class of such configs, which has no auto class if it is a part of other models; None if none is."""
+    """The model class for such configs, which have no auto class if they are parts of other models; or None."""
     try:
         module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
     except ModuleNotFoundError:
@@ -197,7 +197,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
 
 
 def _settings(cls: type[Config], narrow: bool = True) -> dict[str, Any]:
-    """Keyword arguments for a tiny config of class ``cls``, those of the configs inside it included."""
+    """Keyword arguments for a tiny config of class ``cls``, including those of nested configs."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         default = field.default_factory() if callable(field.default_factory) else field.default
@@ -209,12 +209,12 @@ def _settings(cls: type[Config], narrow: bool = True) -> dict[str, Any]:
     return {**settings, **_SPECIAL.get(cls.model_type, {})}
 
 
-#: Configs inside others that stay as they are: their stages have to fit what reads them.
+#: Nested configs that stay as they are: their stages have to fit the modules that read them.
 _AS_THEY_ARE = {"backbone_config"}
 
 
 def _parts(cls: type[Config]) -> dict[str, Any]:
-    """Classes of the configs inside one of class ``cls``: where it takes any, the class of its default."""
+    """Classes of the configs nested in one of class ``cls``; where any class is allowed, that of the default."""
     parts = {name: part for name, part in cls.sub_configs.items() if dataclasses.is_dataclass(part)}
     if len(parts) < len(cls.sub_configs):
         with contextlib.suppress(Exception):  # some have no default
@@ -228,7 +228,7 @@ def _parts(cls: type[Config]) -> dict[str, Any]:
 
 
 def _setting(name: str, default: Any, narrow: bool) -> Any:
-    """Small value of the setting ``name``; None if its default stays."""
+    """The small value of the setting ``name``; None if its default stays."""
     if narrow and name in _STAGES and (default is None or isinstance(default, (tuple, list))):
         return list(_STAGES[name])
     if isinstance(default, bool) or not isinstance(default, (int, float)):
@@ -242,14 +242,14 @@ def _setting(name: str, default: Any, narrow: bool) -> Any:
 
 @contextlib.contextmanager
 def _library(name: str) -> Iterator[Any]:
-    """The library of that name; in this context, too, what it fails to import is told plainly."""
+    """The library of that name; in this context, failed imports of its own raise plain errors."""
     try:
         library = importlib.import_module(name)
-    except Exception as error:  # a torchvision that was built for another torch raises RuntimeError
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError
         raise _unusable(name, error) from error
     try:
         yield library
-    except ImportError as error:  # transformers imports its models when they are asked for
+    except ImportError as error:  # transformers imports its models lazily
         raise _unusable(name, error) from error
 
 

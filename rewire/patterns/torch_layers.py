@@ -1,7 +1,7 @@
 """torch.nn.TransformerEncoderLayer and TransformerDecoderLayer.
 
-Their forwards choose between the layer's definition and a fused fast path for inference; the functions here are the
-definition alone.
+Their forwards choose between the layer's definition and a fused fast path for inference. The functions here are the
+definition only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encoder_layer(self: Any, src, src_mask=None, src_key_padding_mask=None, is_c
 
 
 def _no_nested_tensors(model: nn.Module) -> None:
-    """Nested tensors are the fast path's input; the layer's definition takes plain ones."""
+    """Switch off nested tensors, which are the fast path's input; the layer's definition takes plain ones."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.enable_nested_tensor = module.use_nested_tensor = False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SEQUENCE = 12
 
-#: What a model gets if it takes it, whether or not it has to.
+#: Inputs that a model gets if it accepts them, even if it does not need them.
 _WELCOME = {"bbox", "future_values", "future_time_features"}
 
 
@@ -38,7 +38,7 @@ def example_inputs(model: nn.Module) -> Inputs:
 
 
 def with_image_tokens(model: Any, inputs: Inputs) -> Inputs:
-    """The same inputs; a model that puts images in the place of tokens gets as many of these as it makes of them."""
+    """The same inputs, with as many image tokens as the model replaces by images."""
     args, given = inputs
     token = _said(model.config, "image_token_id", "image_token_index", "media_placeholder_token_id")
     if token is None or not hasattr(model, "get_image_features"):
@@ -57,7 +57,7 @@ def with_image_tokens(model: Any, inputs: Inputs) -> Inputs:
 
 
 def _taken(model: nn.Module) -> set[str]:
-    """Names of all that the model's forward takes."""
+    """Names of all parameters of the model's forward."""
     return set(inspect.signature(model.forward).parameters)
 
 
@@ -153,7 +153,7 @@ def _spectrogram(config: Config) -> torch.Tensor:
 
 
 def _waveform(config: Config) -> torch.Tensor:
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # of a spectrogram, after all
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # it is a spectrogram after all
         return _noise(2, config.max_length, config.num_mel_bins)
     if getattr(config, "conv_stride", None):
         return _noise(2, 20 * math.prod(config.conv_stride))
@@ -210,7 +210,7 @@ _MAKERS: dict[str, Callable[[Config], torch.Tensor]] = {
     "past_observed_mask": lambda config: torch.ones_like(_series(config)),
 }
 
-#: Inputs for images that come as patches, beside a grid that tells their sizes.
+#: Inputs for images as patches, with a grid that gives their sizes.
 _OF_ANY_SIZE = {"pixel_values": _patches, "hidden_states": _patches}
 
 register_pattern(
@@ -225,7 +225,7 @@ register_pattern(
 
 
 def register_transformers(*model_types: str, **names: Any) -> None:
-    """Register the pattern ``model_types[0]``: models with a part (or all) of one of these types.
+    """Register the pattern ``model_types[0]``: models that are of, or contain one of, these types.
 
     Args:
         model_types: ``model_type`` of their configs.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLORS = (BLUE, RED, TEAL)
 _WAYS = ("queries", "keys", "values")
-_MOST_BARS = 16  # sources, where there are ways or channels
+_MOST_BARS = 16  # sources, if there are ways or channels
 _MOST_COLUMNS = 8
 
 

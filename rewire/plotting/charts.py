@@ -68,13 +68,13 @@ def plot_curves(
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(_some_minor())
         open_axes(ax, "both")
-        outside = len(curves) > 6  # beside the axes, where it cannot cover lines
+        outside = len(curves) > 6  # beside the axes, to cover no lines
         place: dict[str, Any] = {"loc": "outside right upper"} if outside else {"loc": "best"}
         (figure if outside else ax).legend(frameon=False, fontsize=8, **place)
 
 
 def _some_minor() -> Any:
-    """Labels between powers of ten: only as many as matplotlib finds room for."""
+    """Labels between powers of ten, as far as matplotlib finds room for them."""
     from matplotlib.ticker import LogFormatter
 
     class Plain(LogFormatter):
@@ -87,12 +87,12 @@ def _some_minor() -> Any:
 def plot_differences(
     differences: dict[str, list[float]], path: Path, xlabel: str, intervals: dict[str, tuple[float, float]]
 ) -> None:
-    """Write differences to something at 0: a row for each name, a dot for each value, a tick at their mean.
+    """Plot differences from a reference at 0: a row for each name, a dot for each value, a tick at their mean.
 
-    Those that are far from most would squeeze all others into one spot: they are arrows at the edge.
+    Values far from most others would squeeze these into one spot: they are arrows at the edge.
 
     Args:
-        differences: by name, at least one that is finite; what is not finite is left out.
+        differences: by name, at least one of them finite; others are left out.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         xlabel: what the differences are.
         intervals: of their means, by name, drawn as lines; cut off at the edge.

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, fonts, axes, ticks, and matplotlib without its global state."""
+"""Common style of all pictures: colours, fonts, axes, ticks, and matplotlib without its global state."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _STYLE: dict[Any, Any] = {
 
 @contextlib.contextmanager
 def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of this size in inches to draw on, which is then written to ``path``.
+    """A figure of this size in inches, which is written to ``path`` when the context ends.
 
-    No pyplot: no window system, no global state, any thread.
+    It does not use pyplot, so it needs no window system and no global state, and works in any thread.
     """
     try:
         from matplotlib import rc_context
@@ -56,7 +56,7 @@ def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def open_axes(ax: Axes, grid: Literal["both", "x", "y"] | None = None) -> None:
-    """Axes without a line at the top and at the right; with a faint grid behind what is drawn."""
+    """Remove the lines at the top and the right of axes; add a faint grid behind the plot."""
     ax.spines[["top", "right"]].set_visible(False)
     if grid:
         ax.grid(axis=grid, color=FAINT, linewidth=0.5)

@@ -101,7 +101,7 @@ def _checked(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _signed(panels: dict[str, Tensor]) -> bool:
-    """Whether colours have to tell signs."""
+    """Whether colours have to show signs."""
     return any(bool((matrix < 0).any()) for matrix in panels.values())
 
 
@@ -124,7 +124,7 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool, scale: Tensor
         parts = parts.log().clamp(min=floor)  # log 0 = -inf becomes the floor
         norm, colors = Normalize(floor, 0), colormaps["viridis"]
     shown = torch.where(_existing(matrix), parts, math.nan)  # nan is blank
-    edges = (-0.5, sources - 0.5, destinations + 0.5, 0.5)  # source i at x = i, destination j at y = j
+    edges = (-0.5, sources - 0.5, destinations + 0.5, 0.5)  # centres source i at x = i, destination j at y = j
     image = ax.imshow(shown.numpy(), colors, norm, extent=edges, interpolation="nearest")
     if destinations <= 32:  # thin gaps between the cells
         ax.set_xticks([i + 0.5 for i in range(sources - 1)], minor=True)
@@ -135,7 +135,7 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool, scale: Tensor
     ax.set_yticks(ticks(1, destinations))
     ax.set_xlabel("source $i$, dot: the newest")
     ax.set_ylabel("destination $j$")
-    # Some matrices have as many sources as destinations, others one more: the newest is where the blank begins.
+    # Some matrices have as many sources as destinations, others one more: the newest is next to the blank part.
     ax.plot(range(sources - destinations, sources), range(1, destinations + 1), ".", color=GREY, markersize=4, zorder=3)
     open_axes(ax)
     ax.tick_params(length=2)
@@ -223,5 +223,5 @@ def _arc_legend(figure: Figure, rings: bool, signed: bool) -> None:
     if rings:
         ring = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 2}
         handles.append(Line2D([], [], linestyle="", **ring, label="the state itself"))  # type: ignore[arg-type]
-    columns = 2 if len(handles) > 3 else 4  # on the width of a shallow network
+    columns = 2 if len(handles) > 3 else 4  # fits the width of a shallow network
     figure.legend(handles=handles, loc="outside upper right", ncols=columns, frameon=False, fontsize=8)

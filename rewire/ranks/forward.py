@@ -1,4 +1,4 @@
-"""The first training forward of a connection: whether the ranks that go on together have rewired alike."""
+"""The first training forward of a connection: check that the ranks that run it have rewired alike."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rewire.ranks.meeting import PATIENCE, Meeting, alone
 from rewire.ranks.watch import Watched, watch_values
 from rewire.torch_internals import is_fake, running_ddp, under_functorch, without_dispatch_modes
 
-#: Meetings of connections with their groups; None: all have come.
+#: Meetings of connections, by group; None: everyone has come.
 _MEETINGS: WeakKeyDictionary[nn.Module, dict[Any, Meeting | None]] = WeakKeyDictionary()
 
 
 def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
-    """In a training forward: compare with the ranks that run it, too, as far as that is known; once for each group.
+    """In a training forward, compare with the other ranks that run it, as far as these are known; once for each group.
 
     Args:
-        connection: its parameters say whether DTensor has placed them.
+        connection: its parameters show whether DTensor has placed them.
         x: the trunk's input.
-        mesh: on which hidden states lie, if that is declared.
+        mesh: the mesh of the hidden states, if declared.
 
     Raises:
         RewireError: they differ.
@@ -32,7 +32,7 @@ def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
     if alone() or not (torch.is_grad_enabled() and any(weight.requires_grad for weight in connection.parameters())):
         return
     if x.is_meta or is_fake(x) or under_functorch():
-        return  # there are no numbers
+        return  # there are no values
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     sharding = _sharding(connection)
@@ -44,7 +44,7 @@ def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
 
 
 def compare_sharded(connection: Watched) -> None:
-    """Compare with the ranks that have parts of the weights, before these are gathered for the first time.
+    """Compare with the ranks that hold parts of the weights, before these are gathered for the first time.
 
     Raises:
         RewireError: they differ.
@@ -60,7 +60,7 @@ def _sharding(connection: nn.Module) -> Any:
 
 
 def _meet(connection: Watched, group: Any, replicated: bool) -> None:
-    """Compare with a mesh or process group; ``replicated``: all of the weights, too."""
+    """Compare with a mesh or process group; ``replicated``: the values of the weights, too."""
     meetings = _MEETINGS.setdefault(connection, {})
     if group in meetings:
         later = meetings[group]
@@ -80,7 +80,7 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _sums(connection: nn.Module) -> dict[str, str]:
-    """What tells apart weights of the same recipe: replicas begin with the same."""
+    """Checksums that distinguish weights with the same recipe: replicas start with equal ones."""
     with without_dispatch_modes():  # see Watch.step
         weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
         total = sum(float(weight.sum()) for weight in weights)

@@ -1,11 +1,11 @@
-"""What ranks tell each other about the recipes of their models, before they train one model together.
+"""Comparison of ranks' recipes before they train one model together.
 
-It goes through the store of the process group, and never through a collective. A collective in a forward deadlocks
-programs that are right: rank 0 alone may evaluate, ranks may run different numbers of forwards, or hold different
-models on purpose. What a rank writes to the store waits for nobody, and what it reads it waits for only where ranks
-are known to go on together (under DDP or FSDP, on a declared mesh, in a call that all of them make), once for each
-model, and no longer than `PATIENCE`. Then it goes on; what comes later is read later. All that wait read the same, and
-so a difference is the same error on each of them. A rank sends a few messages, whatever the number of ranks is.
+It uses the store of the process group, and never a collective. A collective in a forward would deadlock correct
+programs: rank 0 alone may evaluate, ranks may run different numbers of forwards, or hold different models on purpose.
+Writing to the store waits for nobody. Reading waits only if ranks are known to continue together (under DDP or FSDP, on
+a declared mesh, in a call that all of them make), once for each model, and no longer than `PATIENCE`. Then the rank
+continues, and reads later what comes later. All ranks that wait read the same, so that a difference is the same error
+on each. A rank sends a few messages, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rewire.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-#: What a rank says of its model, as plain data by name.
+#: The description of a rank's model, as plain data by name.
 Facts: TypeAlias = Mapping[str, Any]
 #: Seconds for which a rank waits for others.
 PATIENCE = 30.0
-#: Seconds for which it waits for those that have not come, once two differ: to name them as well.
+#: Seconds for which a rank waits for late ranks once two differ, to name these as well.
 GRACE = 1.0
 
 #: Meetings so far, by kind and ranks.
@@ -39,20 +39,20 @@ _LONGEST = 80  # characters of a value in a message
 
 
 def alone() -> bool:
-    """Whether other ranks do not exist, are made up (torch's "fake" backend), or have no store (MPI)."""
+    """Whether there are no other ranks, they are simulated (torch's "fake" backend), or have no store (MPI)."""
     world = dist.group.WORLD if dist.is_available() else None
     return world is None or world.size() < 2 or dist.get_backend(world) in ("fake", "mpi")
 
 
 def store_of(name: str) -> Store:
-    """The store of the default process group, from which nobody else reads under this name."""
+    """The store of the default process group, with a prefix of this name."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"rewire/{name}", default_store())
 
 
 def facts_of(trunks: Mapping[str, Facts]) -> dict[str, Any]:
-    """What must agree, as plain data: the version of rewire, and for each trunk its recipe."""
+    """The facts that must agree, as plain data: the version of rewire, and for each trunk its recipe."""
     facts = {"rewire": __version__, "trunks": trunks}
     return json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
 
@@ -60,10 +60,10 @@ def facts_of(trunks: Mapping[str, Facts]) -> dict[str, Any]:
 class Meeting:
     """One question to some ranks: whether all of them have the same facts.
 
-    The first one to come leaves its facts, others theirs if they differ, and each is counted.
+    The first rank to come posts its facts, others post theirs if they differ, and each is counted.
 
     Args:
-        kind: what they meet for; they have to come to all meetings of a kind in the same order.
+        kind: the purpose; ranks have to come to all meetings of a kind in the same order.
         ranks: of the default group.
         facts: of this rank.
     """
@@ -79,7 +79,7 @@ class Meeting:
         self.store.add("came", 1)
 
     def wait(self, seconds: float = PATIENCE) -> bool:
-        """Wait until all have come; whether they have.
+        """Wait for all ranks; return whether they have come.
 
         Raises:
             RewireError: they differ.
@@ -113,7 +113,7 @@ def agree(kind: str, ranks: Sequence[int], facts: Facts) -> None:
 
 
 def check_alike(posts: Sequence[Facts]) -> None:
-    """Compare what all ranks have gathered, ``{"rank": .., "facts": ..}`` with one trunk each: those of one name.
+    """Compare the gathered facts of all ranks, ``{"rank": .., "facts": ..}`` with one trunk each, by the trunk's name.
 
     Raises:
         RewireError: they differ.
@@ -125,7 +125,7 @@ def check_alike(posts: Sequence[Facts]) -> None:
 
 
 def difference(posts: Sequence[Facts]) -> str:
-    """A message about ranks that differ: ``{"rank": .., "facts": ..}`` of some of them."""
+    """A message about ranks that differ; ``posts`` are ``{"rank": .., "facts": ..}`` from some of them."""
     reference, *others = sorted(posts, key=lambda post: post["rank"])
     told: dict[str, dict[int, None]] = {}
     for post in others:
@@ -143,7 +143,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _differing(facts: Facts, reference: Facts, rank: int) -> Iterator[str]:
-    """What differs from ``reference``, the facts of ``rank``: as in "topology A where rank 0 has B"."""
+    """The differences from ``reference``, the facts of ``rank``: as in "topology A where rank 0 has B"."""
     for key in reference.keys() & facts.keys() - {"trunks"}:
         if facts[key] != reference[key]:
             yield f"{key} {facts[key]} where rank {rank} has {reference[key]}"

@@ -1,4 +1,4 @@
-"""A few numbers for many: enough to tell whether two ranks have the same, or nearly."""
+"""A few numbers that represent many: enough to tell whether two ranks have the same numbers, or nearly."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from rewire.placement import is_dtensor
 from rewire.ranks.meeting import difference
 
-_SEEN = 1024  # numbers of a tensor that are looked at
-_SIGNS = 8  # random sums of them
-_GRID = 0.1  # of these sums, over the norm: to find what is nearly the same
-_OTHERS = 12  # other weights that are looked at
-_FEWEST = 8  # numbers in one: directions in few dimensions are the same by chance
-_LEAST = 1e-6  # gradients of connection weights, over the other's, that are more than rounding
+_SEEN = 1024  # numbers of a tensor that are read
+_SIGNS = 8  # random sums of these numbers
+_GRID = 0.1  # grid for these sums, over the norm, by which nearly equal ones are found
+_OTHERS = 12  # other weights that are compared
+_FEWEST = 8  # fewest numbers in one: in few dimensions, directions agree by chance
+_LEAST = 1e-6  # smallest gradients of connection weights, over the other's, that are more than rounding
 _GRADIENTS, _VALUES = 0.05, 1e-3  # relative differences that are more than rounding
 
 
 class Sketch:
-    """Some tensors: their norm, and sums of their numbers with random signs, which are as far apart as the tensors are.
+    """Some tensors as their norm, and random-sign sums of their numbers, which differ as much as the tensors do.
 
     Args:
-        tensors: of each, about a thousand numbers are looked at.
+        tensors: about a thousand numbers of each are read.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -38,7 +38,7 @@ class Sketch:
 
     @property
     def direction(self) -> list[float] | None:
-        """The sums, over the norm; None if that is 0 or not finite."""
+        """The sums over the norm; None if the norm is 0 or not finite."""
         known = math.isfinite(self.norm) and self.norm > 0
         return [value / self.norm for value in self.sums] if known else None
 
@@ -53,7 +53,7 @@ def _signs(numbers: int) -> Tensor:
 
 
 def cell(direction: list[float]) -> list[int]:
-    """What directions that are nearly the same have in common, mostly."""
+    """A grid cell, which nearly equal directions mostly share."""
     return [round(value / _GRID) for value in direction]
 
 
@@ -62,7 +62,7 @@ def furthest(one: list[float], two: list[float]) -> float:
 
 
 def _apart(one: list[float], two: list[float], share: float, least: float = 0.0) -> bool:
-    """Whether the numbers of two sketches are further apart than a share of the larger norm."""
+    """Whether the numbers of two sketches differ by more than a share of the larger norm."""
     scale = max(one[0], two[0])
     distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(one[1:], two[1:], strict=True)) / _SIGNS)
     return scale > least and distance > share * scale
@@ -83,7 +83,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def part(weight: Any) -> list[int]:
-    """Which part of a sharded weight this rank has: where it is on the mesh dimensions along which ranks differ."""
+    """The part of a sharded weight on this rank: its place on the mesh dimensions along which ranks differ."""
     if not is_dtensor(weight):
         return []
     mesh = weight.device_mesh
@@ -91,7 +91,7 @@ def part(weight: Any) -> list[int]:
 
 
 def told(found: Mapping[str, Any], post: Mapping[str, Any]) -> str:
-    """What contradicts in what two ranks have; nothing, if they do not train one model, or nothing does."""
+    """The contradiction between two ranks' sketches, in words; empty if there is none, or no common model."""
     exact = max(found["exact"], post["exact"])
     if furthest(found["direction"], post["direction"]) > exact:
         return ""

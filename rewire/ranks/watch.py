@@ -1,17 +1,17 @@
-"""Connection weights that drift apart: sequence and context parallelism that nobody declared, and the like.
+"""Connection weights that drift apart: for example, by sequence or context parallelism that was not declared.
 
-Nothing in a forward tells that a rank has a part of the tokens only. Its gradients do. Where ranks train one model on
-parts of a sequence, the gradients of what all of them hold (norms, say) are summed before the optimiser's step, and
-those of connection weights, of which the model's author does not know, are not. So, before a step: **ranks on which
-gradients of other weights are the same, up to a factor, have to have the same gradients and values of connection
-weights, up to that factor.** (The factor is that of clipping, by norms which differ already. With clipping, all
-weights drift apart from the first step, and values by themselves would tell nothing.) Models that are independent on
+Nothing in a forward shows that a rank has only a part of the tokens, but gradients do. If ranks train one model on
+parts of a sequence, gradients of the weights that all of them hold (norms, for example) are summed before the
+optimiser's step. Those of connection weights, which the model's author does not know, are not. So before a step:
+**ranks with the same gradients of other weights, up to a factor, have to have the same gradients and values of
+connection weights, up to that factor.** (The factor comes from clipping, by norms which already differ. With clipping,
+all weights drift apart from the first step, and values alone would show nothing.) Models that are independent on
 purpose, in one process group or not, have no such gradients: ensembles, actor and critic, local SGD, two pipelines.
 
-A few numbers are compared, through the store: a rank leaves those of its connection weights under a key that is made
-of another weight's gradient, or finds those of a rank that came first. Nobody waits. Who finds others than its own
-leaves a note, which is read before the next step: in between, gradients are summed, so that all ranks concerned have
-come. All of them raise there. Steps 2, 4, 8, .. 1,024, and then each 1,024th, are looked at.
+A few numbers are compared through the store. A rank posts those of its connection weights under a key that is made
+from another weight's gradient, or reads those of a rank that came first. Nobody waits. A rank that reads different
+numbers leaves a note, which is read before the next step: as gradients are summed in between, all ranks concerned have
+come by then, and all of them raise. Steps 2, 4, 8, .. 1,024, and then each 1,024th, are compared.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rewire.ranks")
 
-#: How far apart the directions of one gradient may be, after clipping.
+#: How far the directions of one gradient may be apart after clipping.
 _EXACT = {torch.float32: 1e-5, torch.float64: 1e-5}
 #: All connections of this process.
 _CONNECTIONS: WeakSet[Watched] = WeakSet()
-#: Those whose weights an optimiser of torch moves.
+#: Connections whose weights an optimiser of torch updates.
 _STEPPED: WeakSet[Watched] = WeakSet()
 _WATCHES: WeakKeyDictionary[Optimizer | Watched, Watch] = WeakKeyDictionary()
 
 
 class Watched(nn.Module):
-    """A connection: its weights are looked at before the steps of optimisers."""
+    """A connection whose weights are compared before the steps of optimisers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class Watched(nn.Module):
         _CONNECTIONS.add(self)
 
     def facts(self) -> dict[str, Any]:
-        """What ranks that train one model have to have in common."""
+        """The facts that ranks which train one model must share."""
         raise NotImplementedError
 
     def here(self) -> str:
-        """Which of the weights this rank has, if they are spread over the stages of a pipeline."""
+        """The part of the weights on this rank, if they are distributed over pipeline stages."""
         raise NotImplementedError
 
 
@@ -89,11 +89,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def watch_values(connection: Watched, x: Tensor) -> None:
-    """In a training forward: look at weights that something else than an optimiser of torch has moved.
+    """In a training forward: compare weights that something other than an optimiser of torch has updated.
 
     Args:
         connection: its weights have a history of versions.
-        x: the trunk's input; other weights are those behind it.
+        x: the trunk's input; other weights are found behind it.
     """
     if connection not in _WATCHES:
         _WATCHES[connection] = Watch("values")
@@ -104,21 +104,21 @@ def watch_values(connection: Watched, x: Tensor) -> None:
         watch.step(lambda: _values(connection, x))
 
 
-#: Other weights, by which ranks know each other: what each is named on this rank, its gradient or value, and how far
-#: apart directions of the same numbers may be; and the sketches of trunks.
+#: Other weights, by which ranks recognise each other: name on this rank, gradient or value, and how far directions of
+#: the same numbers may be apart; and the sketches of trunks.
 Others: TypeAlias = list[tuple[int, Tensor, float]]
 Seen: TypeAlias = tuple[Others, dict[str, Any]]
 
 
 class Watch:
-    """What is compared of one optimiser's weights, or one connection's.
+    """The comparison state of one optimiser's weights, or one connection's.
 
     Attributes:
-        kind: what of other weights is looked at.
-        begun: when it began; what is older is of an earlier training, with the same numbers.
+        kind: what is compared of other weights.
+        begun: start time; older posts are from an earlier training with the same numbers.
         count: of steps.
         left: keys of the last comparison; whether this rank came first, and where notes about it are left.
-        before: directions of other weights' numbers, when they were last looked at.
+        before: directions of other weights' numbers at the last comparison.
         version: of a connection's weights.
         ended: whether the store is gone.
     """
@@ -138,16 +138,16 @@ class Watch:
             if self.left:
                 self._hear(store_of("watch"))
             if due:
-                # Modes may count the operations of a block, and would miss these when it is computed again.
+                # Modes may count the operations of a block, and would miss these when the block is recomputed.
                 with torch.no_grad(), without_dispatch_modes():
                     self._compare(*look())
         except RuntimeError as error:
-            # The rank that has the store has ended, as it may after a job's last step; or numbers cannot be looked at.
+            # The rank with the store has ended, as it may after a job's last step; or numbers cannot be read.
             self.ended = True
             _log.warning("connection weights are no longer compared between ranks: %s", error)
 
     def _hear(self, store: Store) -> None:
-        """Raise what somebody found."""
+        """Raise the difference that another rank has found."""
         left, self.left = self.left, {}
         for key, (first, _) in left.items():
             if first:
@@ -157,7 +157,7 @@ class Watch:
                 raise RewireError(store.get(note).decode())
 
     def _compare(self, others: Others, trunks: dict[str, Any]) -> None:
-        """Leave what this rank has for each of some other weights, or compare it with what is there."""
+        """Post this rank's numbers for each of some other weights, or compare them with those that are there."""
         before, self.before = self.before, {}
         for name, numbers, exact in others if trunks else ():
             sketch = Sketch([numbers])
@@ -165,7 +165,7 @@ class Watch:
             if direction is None:
                 continue
             self.before[name] = direction
-            # Those that are the same at every step say nothing about data: of a bias behind which all is linear, say.
+            # Numbers that are the same at every step say nothing about data: a bias with only linear maps after it.
             if name in before and furthest(direction, before[name]) > 10 * exact:
                 place = [self.kind, self.count, list(numbers.shape), cell(direction)]
                 self._leave(place, {"direction": direction, "exact": exact, "norm": sketch.norm, "trunks": trunks})
@@ -185,7 +185,7 @@ class Watch:
 
 
 def _gradients(optimizer: Optimizer) -> Seen:
-    """Gradients of the weights of an optimiser: of some others, and of connections."""
+    """Gradients of an optimiser's weights: of some others, and of connections."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
     if not parameters or _is_capturing(parameters[0]):
         return [], {}
@@ -203,7 +203,7 @@ def _gradients(optimizer: Optimizer) -> Seen:
 
 
 def _values(connection: Watched, x: Tensor) -> Seen:
-    """Weights behind a trunk's input, and those of its connection, as they are."""
+    """Values of weights behind a trunk's input, and of its connection's."""
     weights = list(connection.parameters())
     if _is_capturing(weights[0]):
         return [], {}
@@ -213,15 +213,15 @@ def _values(connection: Watched, x: Tensor) -> Seen:
 
 def _behind(x: Tensor) -> list[Any]:
     nodes: list[Any] = [x.grad_fn]
-    for node in nodes:  # grows: in breadth
+    for node in nodes:  # `nodes` grows: breadth first
         if node is not None and len(nodes) < FURTHEST:
             nodes.extend(source for source, _ in node.next_functions if source not in nodes)
     found = [node.variable for node in nodes if hasattr(node, "variable")]
-    return [weight for weight in found if local(weight).untyped_storage().nbytes() > 0]  # not those that FSDP has freed
+    return [weight for weight in found if local(weight).untyped_storage().nbytes() > 0]  # FSDP frees some
 
 
 def _trunk(connection: Watched, weights: list[Any], gradients: list[Tensor]) -> dict[str, Any]:
-    """The sketch of a trunk's weights, by its name and the part of them that is here."""
+    """The sketch of a trunk's weights, by its name and the part of them on this rank."""
     facts = connection.facts()
     (name,) = facts["trunks"]
     gradient, value = Sketch(gradients), Sketch([local(weight) for weight in weights])

@@ -1,1 +1,1 @@
-"""rewire.report: one HTML page of a model: its streams, what rewiring changed and learned, what it costs."""
+"""rewire.report: an HTML page about a model: its streams, what rewiring changed, learned and costs."""

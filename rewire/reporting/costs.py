@@ -1,4 +1,4 @@
-"""What a rewired model costs beside the plain one: counted, and measured where there are inputs."""
+"""The costs of a rewired model beside the plain one: counted, and measured if there are inputs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Training steps (forward and backward) of the plain and of the rewired model, timed in turn.
+    """Training steps (forward and backward) of the plain and the rewired model, timed in turn.
 
     Attributes:
         plain, rewired: their times.
-        kept: bytes of activations that a forward keeps for its backward, of the plain and of the rewired model.
-        device: where.
+        kept: bytes of activations that a forward keeps for its backward, of the plain and the rewired model.
+        device: the device.
     """
 
     plain: Timing
@@ -38,20 +38,20 @@ class Measured:
 
     @property
     def noisy(self) -> bool:
-        """Whether the models differ by less than the rounds of either do: their middle halves overlap."""
+        """Whether the models differ by less than their rounds do: the middle halves of the times overlap."""
         (plain, slow), (rewired, slower) = self.plain.quartiles, self.rewired.quartiles
         return plain <= slower and rewired <= slow
 
 
 def states_held(connection: Connection) -> int:
-    """Hidden states that a trunk holds between units, at most; the plain model holds one."""
+    """The largest number of hidden states that a trunk holds between units; the plain model holds one."""
     layout = connection.layout
     with torch.no_grad():
         return most_held(layout.topology, weights_of(connection), layout.dims)
 
 
 def measured(model: nn.Module, example_inputs: Any) -> Measured:
-    """Steps of copies: the model, its gradients and the random state stay as they are."""
+    """Time steps of copies: the model, its gradients and the random state stay as they are."""
     inputs = normalise_inputs(example_inputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng():

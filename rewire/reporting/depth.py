@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 _APART = 40  # pixels between the nodes of a column
 _LIFT = {"read": 0.6, "unit": 1.2}  # rows above the states
 _MOST = 3000  # edges that are drawn
-_LEAST = 0.01  # of the largest weight: what is less is not drawn
+_LEAST = 0.01  # share of the largest weight below which edges are not drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A node's place, and the number of its column."""
+    """The position of a node, and the number of its column."""
 
     x: float
     y: float
@@ -41,7 +41,7 @@ def depth(part: DepthGraph) -> str:
 
 
 def _layout(part: DepthGraph) -> dict[str, _Placed]:
-    """Units and what they read in one column, above the row of states, and the state behind them in the next one."""
+    """Lay out units and their reads in one column, above the row of states, and the next state in the next column."""
     import networkx as nx
 
     columns: dict[int, list[str]] = {}
@@ -50,7 +50,7 @@ def _layout(part: DepthGraph) -> dict[str, _Placed]:
     number = {node: n for n, column in enumerate(sorted(columns)) for node in columns[column]}
     found = nx.multipartite_layout(part, subset_key=columns)
     left, right = (end(float(x) for x, _ in found.values()) for end in (min, max))
-    unit = (right - left) / max(1, len(columns) - 1) or 1.0  # of both directions, before networkx scaled them
+    unit = (right - left) / max(1, len(columns) - 1) or 1.0  # in both directions, before networkx scaled them
     step = max(9.0, min(52.0, 1100 / len(columns)))
     rows = {node: float(y) / unit for node, (_, y) in found.items()}
     above = min(rows[node] for node, role in part.nodes(data="role") if role == "state")
@@ -62,7 +62,7 @@ def _layout(part: DepthGraph) -> dict[str, _Placed]:
 
 
 def _strongest(part: DepthGraph) -> list[tuple[str, str]]:
-    """The edges that are drawn, the strongest last, on top."""
+    """The edges to draw; the strongest come last, on top."""
     sizes = [
         (1.0 if weight is None else abs(weight), source, target) for source, target, weight in part.edges(data="weight")
     ]
@@ -71,7 +71,7 @@ def _strongest(part: DepthGraph) -> list[tuple[str, str]]:
 
 
 def _edge(part: DepthGraph, source: str, target: str, places: dict[str, _Placed]) -> tuple[str, float]:
-    """An edge, and how far down it goes."""
+    """An edge, and its lowest point."""
     data, a, b = part.edges[source, target], places[source], places[target]
     weight = data["weight"]
     strength = min(1.0, 1.0 if weight is None else abs(weight))
@@ -82,7 +82,7 @@ def _edge(part: DepthGraph, source: str, target: str, places: dict[str, _Placed]
     if span > 2:
         low += 14 * span**0.6
         path = f"M{a.x:.1f} {a.y:.1f}C{a.x:.1f} {low:.1f} {b.x:.1f} {low:.1f} {b.x:.1f} {b.y:.1f}"
-        low = 0.25 * max(a.y, b.y) + 0.75 * low  # as far down as such a curve goes
+        low = 0.25 * max(a.y, b.y) + 0.75 * low  # the lowest point of such a curve
     return f'<path class="edge {kind}" d="{path}" {style} data-tip="{escape(_said(part, source, target))}"/>', low
 
 

@@ -1,7 +1,7 @@
 """Inline SVG: a residual stream with its adds, and connection weights as a heat map.
 
-Colours are classes of the page's style, so that they follow its light or dark scheme. What the pointer shows is in
-``data-tip``. Texts from the model pass `escape`.
+Colours are classes of the page's style, so that they follow its light or dark scheme. Tooltips are in ``data-tip``.
+Texts from the model pass through `escape`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rewire.trunk import Site, Trunk
 #: Pixels from the left and from the top.
 Place: TypeAlias = tuple[float, float]
 
-#: Pixels of an add with its branch from left to right; from the stream up to its branches.
+#: Pixels: width of an add with its branch; height of the branches above the stream.
 _STEP, _RISE = 124, 62
 _BRANCH, _STREAM = 18, 18 + _RISE  # pixels from the top
-_SMALLEST = -10.0  # natural logarithm of the smallest part of a row's largest weight that is told from 0
+_SMALLEST = -10.0  # natural logarithm of the smallest share of a row's largest weight that differs from 0
 
 
 def stream(trunk: Trunk) -> str:
     """The residual stream from left to right: adds as circles with a plus, branches above, blocks as bars below.
 
-    A drawing for each add, so that the page can break the row.
+    Each add is a drawing of its own, so that the page can break the row.
     """
     start = f'{_line(10, 24)}<circle class="state" cx="10" cy="{_STREAM}" r="5" data-tip="the input of the stream"/>'
     adds = [_add(trunk, number) for number in range(len(trunk.sites))]
@@ -49,7 +49,7 @@ def _add(trunk: Trunk, number: int) -> str:
 
 
 def _band(trunk: Trunk, number: int) -> str:
-    """The part of the bar below the adds of a block; the first has the block's number."""
+    """The part of a block's bar below one of its adds; the first has the block's number."""
     unit = trunk.units[number]
     first = number == 0 or trunk.units[number - 1] != unit
     last = number + 1 == len(trunk.units) or trunk.units[number + 1] != unit
@@ -95,7 +95,7 @@ def _plus(place: Place, number: int, trunk: Trunk) -> str:
 
 
 def heatmap(name: str, matrix: Tensor) -> str:
-    """Weights as a matrix: shade by the logarithm of the part of the row's largest, as in ANCRe's Figure 6."""
+    """Weights as a matrix: shaded by the logarithm of the share of the row's largest, as in ANCRe's Figure 6."""
     weights = matrix.detach().double().cpu()
     rows, columns = weights.shape
     size = max(3.0, min(26.0, 380 / columns))  # of a cell
@@ -125,7 +125,7 @@ def _cell(row: int, column: int, value: float, shade: float, size: float) -> str
 
 
 def every(count: int) -> int:
-    """How often a label is written on an axis of ``count`` numbers: every so many."""
+    """The distance between labels on an axis of ``count`` numbers."""
     return max(1, 2 ** math.ceil(math.log2(count / 12))) if count > 12 else 1
 
 

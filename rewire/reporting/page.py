@@ -37,19 +37,19 @@ _LARGEST = 128  # states of a trunk whose weights are drawn as a matrix
 def report(
     model: nn.Module, path: str | os.PathLike[str], example_inputs: Any = None, ablation: Ablation | None = None
 ) -> None:
-    """Write one HTML page that shows a model: its residual streams, what rewiring changed and learned, what it costs.
+    """Write an HTML page about a model: its residual streams, what rewiring changed and learned, and what it costs.
 
-    The page is one file: it loads nothing, and follows the reader's light or dark scheme. What the model names its
-    modules and what its source says is shown as text, whatever it is.
+    The page is one file: it loads nothing, and follows the reader's light or dark scheme. Module names and source text
+    of the model are shown as text, whatever they contain.
 
     Args:
-        model: a rewired model; of a plain one, the page shows the streams and what would be left alone. It stays as it
+        model: a rewired model; for a plain one, the page shows the streams and what would be left alone. It stays as it
             is.
         path: file to write.
         example_inputs: if given, as for `rewire.compile`, training steps (forward and backward) on them are timed, of
-            copies of the plain and of the rewired model in turn; and weights that depend on the input are averaged over
+            copies of the plain and the rewired model in turn; and weights that depend on the input are averaged over
             them.
-        ablation: what `rewire.ablate` returned for this model, to be shown beside the weights.
+        ablation: the result of `rewire.ablate` for this model, to be shown beside the weights.
 
     Raises:
         RewireError: a file has changed since the model was rewired.
@@ -69,7 +69,7 @@ def page(model: nn.Module, example_inputs: Any = None, ablation: Ablation | None
     check_ablation(ablation)
     found, own = inspect(model), connections(model)
     known = {name: connection.trunk for name, connection in own.items() if connection.trunk is not None}
-    trunks = list(({trunk.name: trunk for trunk in found.trunks} | known).values())  # those of a run are known better
+    trunks = list(({trunk.name: trunk for trunk in found.trunks} | known).values())  # a run knows more about trunks
     streams = "".join(_trunk(trunk, not own or trunk.name in own) for trunk in trunks)
     sections = [("streams", "Streams", streams or "<p>No residual stream was found.</p>")]
     if own:
@@ -122,7 +122,7 @@ def _trunk(trunk: Trunk, rewired: bool) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table, which can be scrolled where it is wide."""
+    """A table that scrolls if it is wide."""
     head = "".join(f"<th>{title}" for title in titles)
     lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     text = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -156,7 +156,7 @@ def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -
 def _drawn(part: DepthGraph) -> str:
     try:
         return f'<div class="wide" tabindex="0">{depth(part)}</div>'
-    except ImportError:  # networkx lays graphs out with NumPy, which torch does not need
+    except ImportError:  # networkx needs NumPy to lay out graphs, which torch does not require
         return "<p>The depth graph is drawn where NumPy is installed.</p>"
 
 

@@ -1,4 +1,4 @@
-"""How the page of `rewire.report` looks, and the little that moves on it."""
+"""Style sheet and scripts of the page of `rewire.report`."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --muted: #626a76; --line: #d9dde3; --page: #fff; --card: #f6f7f9;

@@ -1,4 +1,4 @@
-"""Connection weights from what was saved alone, without the model that they belong to."""
+"""Connection weights from saved files alone, without the model that they belong to."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_reci
 def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Effective connection weights in a saved state dict of a rewired model.
 
-    Nothing but tensors is read: a pickle that holds other objects is refused, and topologies are looked up among the
-    known ones.
+    Only tensors are read: a pickle that holds other objects is refused, and topologies are looked up among the known
+    ones.
 
     Args:
         path: a file written by ``torch.save``: a state dict, or a checkpoint that has one in it (Lightning's, or
@@ -32,8 +32,8 @@ def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Returns:
         Trunk -> matrix [destination, source], float32, as `rewire.coefficients` returns for the model itself. A trunk
-        is named after the place of its weights in the model, ``model.layers``; if the checkpoint holds several state
-        dicts, the model's and an average's, after theirs, too: ``ema: model.layers``.
+        is named after the place of its weights in the model, ``model.layers``. If the checkpoint holds several state
+        dicts (the model's and an average's), the name begins with the state dict's: ``ema: model.layers``.
 
     Raises:
         RewireError: it cannot be read, or holds no (or damaged) connection weights.
@@ -77,13 +77,13 @@ def read_connections(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path, part: str = "") -> dict[str, Tensor]:
-    """Tensors whose names have ``part`` among their parts."""
-    if not path.is_file():  # a pipe, say, which would never end
+    """Tensors whose dotted names contain ``part``."""
+    if not path.is_file():  # a pipe, for example, would never end
         raise RewireError(f"'{path}' does not exist or is not a regular file.")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys() if not part or part in key.split(".")}  # noqa: SIM118
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens it, too
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens the file, too
         raise RewireError(f"'{path}' cannot be read as a checkpoint: {first_line(error)}") from error
 
 
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"'{path}' holds more than tensors, or is not a file of torch.save. It is read with weights_only=True, so "
             "that no code in it runs: save model.state_dict() alone."
         ) from error
-    except Exception as error:  # of bytes that are no pickle, torch's reader raises whatever it stumbles over
+    except Exception as error:  # for bytes that are no pickle, torch's reader may raise anything
         told = f"{type(error).__name__}: {first_line(error)}"
         raise RewireError(f"'{path}' cannot be read as a checkpoint of torch.save: {told}") from error
     if not isinstance(state, dict):
@@ -130,10 +130,10 @@ def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     layout = layout_of(mark, recipe, _trunk_of(mark))
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
     shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
-    check_shapes(mark, recipe, layout, "paper", shapes)  # a start they all have
+    check_shapes(mark, recipe, layout, "paper", shapes)  # all topologies have this start
     try:
         connection = Connection(layout, start="paper")
         connection.load_state_dict(saved)
         return connection.matrix().detach()
-    except Exception as error:  # whatever a topology does with options that it was not written for
+    except Exception as error:  # a topology may raise anything on options that it does not know
         raise misfit(mark, recipe, error) from error

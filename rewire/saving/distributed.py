@@ -19,12 +19,12 @@ logger = logging.getLogger("rewire.saving")
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads a distributed checkpoint into a rewired model; one of the plain model leaves connections at their start.
+    """Loads a distributed checkpoint into a rewired model; that of a plain model leaves connections at their start.
 
-    What concerns connections is then left as it is here, optimizer state and parameter groups included, and a warning
-    is logged. All else has to be in the checkpoint, as with torch's own planner. A checkpoint of a model that was
-    rewired in another way is refused before a weight is read, with what differs; torch's own planner would complain
-    about the size of some tensor.
+    Then the connections, with their optimizer state and parameter groups, stay as they are, and a warning is logged.
+    All else has to be in the checkpoint, as with torch's own planner. A checkpoint of a model that was rewired in
+    another way is refused before any weight is read, with the difference; torch's planner would only complain about a
+    size.
 
     Raises:
         torch.distributed.checkpoint.CheckpointException: around a `RewireError`, from ``load``.
@@ -58,7 +58,7 @@ def _names_connection(key: str) -> bool:
 def _of_connections(state: Mapping[str, Any]) -> set[str]:
     """Keys of a flat state dict that a plain model's lacks."""
     named = {key for key in state if _names_connection(key)}
-    groups = [  # of an optimizer, by number: "optim.param_groups.1."
+    groups = [  # an optimizer's, by number: "optim.param_groups.1."
         key.removesuffix("params")
         for key, value in state.items()
         if key.endswith(".params") and isinstance(value, list) and value and all(map(_names_connection, value))
@@ -67,7 +67,7 @@ def _of_connections(state: Mapping[str, Any]) -> set[str]:
 
 
 def _check_no_copies(keys: set[str]) -> None:
-    """Raise RewireError if copies of norms would be left as they are: those that they are copies of are loaded."""
+    """Raise RewireError if copies of norms would keep their values while the norms themselves are loaded."""
     connections = tuple(key.removesuffix(EXTRA_STATE) + "." for key in keys if is_recipe(key))
     norms = [k for k in sorted(keys) if k.partition(f".{CONNECTIONS}.")[2].startswith(("k.", "v."))]
     left = next((key for key in norms if not key.startswith(connections)), None)
@@ -76,9 +76,9 @@ def _check_no_copies(keys: set[str]) -> None:
 
 
 def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise RewireError if connections would be loaded into others: other trunks, or other weights."""
+    """Raise RewireError if connections would be loaded into other ones: of other trunks, or with other weights."""
     roots = {key.split(CONNECTIONS)[0] for key in state if _names_connection(key) and key.endswith(EXTRA_STATE)}
-    for root in roots:  # in front of the model's own names, like "model."
+    for root in roots:  # prefixes of the model's own names, like "model."
         prefix = f"{root}{CONNECTIONS}."
         there, here = _shapes(saved, prefix), _shapes(state, prefix)
         if there != here:

@@ -1,7 +1,7 @@
 """rewire.save and rewire.load: a rewired model in a folder, as safetensors and a JSON recipe.
 
-Nothing is pickled, and nothing that is read becomes code. ``rewire.json`` names the files that belong to it and is put
-in place last, in one step: whatever kills a save, the folder holds the old model or the new one.
+Nothing is pickled, and nothing that is read becomes code. ``rewire.json`` lists the files that belong to it, and is
+moved into place last, in one step: whenever a save is killed, the folder holds the old model or the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rewire.saving.recipes import Recipe, described, difference, first_line, is_
 from rewire.version import __version__
 
 RECIPE = "rewire.json"
-#: The version of the folder's format. Raise it whenever older files would be read as something else.
+#: The version of the folder's format. Raise it whenever older files would be misread.
 _FORMAT = 2
 _FILE = re.compile(r"weights-([0-9a-f]{8})-\d{5}\.safetensors")
 
@@ -41,20 +41,20 @@ T = TypeVar("T")
 def save(
     model: nn.Module, folder: str | os.PathLike[str], *, weights: Part = "all", max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Save a rewired model, frozen ones too: its weights as safetensors, and how it was rewired as JSON.
+    """Save a rewired model, which may be frozen: its weights as safetensors, and how it was rewired as JSON.
 
     A model that was saved in ``folder`` before is replaced in one step; other files there are left alone.
 
     Args:
         model: a rewired model. Tied weights are written once.
-        folder: made if it does not exist.
-        weights: ``"all"``, or only those of the ``"connections"``, for a base that is kept elsewhere.
-        max_shard_bytes: files get no larger than this, or hold one tensor.
+        folder: created if it does not exist.
+        weights: ``"all"``, or only those of the ``"connections"``, for a base model that is kept elsewhere.
+        max_shard_bytes: largest size of a file, unless it holds a single tensor.
 
     Raises:
         RewireError: the model was not rewired, is wrapped, or holds tensors that are no plain ones.
         WrappedModel: its parameters are sharded.
-        ValueError: ``weights`` or ``max_shard_bytes`` is no such thing.
+        ValueError: ``weights`` or ``max_shard_bytes`` has no such value.
 
     Example:
         >>> rewire.save(rewired, "folder")
@@ -90,10 +90,10 @@ def load(
 
     Args:
         folder: what `rewire.save` wrote.
-        model: a plain model of the same architecture. Its parameters are shared with the result, and so are the values
-            that are loaded into them; those on the meta device are replaced in the result only.
+        model: a plain model of the same architecture. The result shares its parameters, so that values are loaded into
+            them; parameters on the meta device are replaced in the result only.
         weights: ``"all"``, or only those of the ``"connections"``: the others stay as they are.
-        device: where weights go that are on the meta device; others stay on their device. Dtypes are the model's.
+        device: for weights on the meta device; others stay on their device. Dtypes are the model's.
 
     Returns:
         The rewired model.
@@ -103,7 +103,7 @@ def load(
             the message shows what differs.
         UnknownName: a topology is not known here.
         AlreadyRewired, WrappedModel: the model is no plain one.
-        ValueError: ``weights`` is no such thing.
+        ValueError: ``weights`` has no such value.
 
     Files are compared with the SHA-256 digests in the recipe before anything is built.
 
@@ -139,10 +139,10 @@ def load(
 
 
 def with_recipe(folder: Path, use: Callable[[Recipe], T]) -> T:
-    """What ``use`` returns for the recipe of a folder; for the next one, if it fails as a save has replaced the first.
+    """Call ``use`` on the recipe of a folder, and again on the new one if it failed because a save replaced the recipe.
 
     Raises:
-        RewireError: the recipe of the folder is damaged; and what ``use`` raises.
+        RewireError: the recipe of the folder is damaged; and whatever ``use`` raises.
     """
     while True:
         recipe = _read_recipe(folder)
@@ -172,7 +172,7 @@ def _check_savable(state: dict[str, Tensor]) -> None:
 
 
 def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
-    """Entries of the state dict, the parameters and buffers themselves."""
+    """Entries of the state dict: the parameters and buffers themselves."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if weights == "all":
         return state
@@ -181,7 +181,7 @@ def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
 
 
 def ties_of(state: dict[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another's very memory -> that one's name."""
+    """Names of tensors that share another one's memory -> the other one's name."""
     first: dict[Any, str] = {}
     ties = {}
     for name, value in state.items():
@@ -218,12 +218,12 @@ def _write(folder: Path, recipe: Recipe, shards: Sequence[dict[str, Tensor]]) ->
 def _remove_replaced(folder: Path) -> None:
     """Remove weights that no recipe will ever name: neither the present one, nor one of a save in progress.
 
-    The order matters. A save's weights come after its stage, and the stage goes after its recipe has come: if weights
-    are there and the stage is not, then the recipe has come, and been replaced unless it is read now.
+    The order matters. A save writes its stage before its weights, and removes it after its recipe is in place. So if
+    weights are there without a stage, their recipe was in place: it is the one that is read now, or has been replaced.
     """
     found = {path: name[1] for path in folder.iterdir() if (name := _FILE.fullmatch(path.name))}
     writing = tokens(folder)
-    with contextlib.suppress(RewireError):  # a save has just replaced it, and removes them
+    with contextlib.suppress(RewireError):  # a save has just replaced it, and removes the old files itself
         present = _read_recipe(folder)["files"]
         for path, token in found.items():
             if token not in writing and path.name not in present:
@@ -239,13 +239,13 @@ def _digest(path: Path) -> str:
 
 
 def _fingerprint(recipe: Recipe) -> str:
-    """Digest of all of a recipe but the digest itself."""
+    """Digest of a recipe without the digest itself."""
     rest = {key: value for key, value in recipe.items() if key != "recipe_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def own_memory(value: Tensor) -> Tensor:
-    """Contiguous, with a storage of its own: safetensors refuses views that share memory."""
+    """A contiguous tensor with its own storage: safetensors refuses views that share memory."""
     whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
     return value if whole else value.contiguous().clone()
 
@@ -274,7 +274,7 @@ def _read_recipe(folder: Path) -> Recipe:
 
 
 def _damage(recipe: Recipe) -> str:
-    """What is wrong with a recipe. No name from it is looked up that has not passed here."""
+    """What is wrong with a recipe; empty if nothing. No name in it is looked up before this check."""
     files, ties = recipe.get("files"), recipe.get("tied")
     if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
         return f"files are {str(files)[:200]}"
@@ -294,7 +294,7 @@ def _damage(recipe: Recipe) -> str:
 
 def _check_files(folder: Path, recipe: Recipe) -> None:
     for name, digest in recipe["sha256"].items():
-        if not (folder / name).is_file():  # a pipe, say, which would never end
+        if not (folder / name).is_file():  # a pipe, for example, would never end
             raise RewireError(f"'{folder / RECIPE}' is damaged: not all of its files are there: {name}")
         if _digest(folder / name) != digest:
             raise RewireError(f"'{folder / name}' is damaged: it is not the file that was saved.")
@@ -303,12 +303,12 @@ def _check_files(folder: Path, recipe: Recipe) -> None:
 def _opened(path: Path, device: torch.device | str) -> Any:
     try:
         return safe_open(path, framework="pt", device=str(device))
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens it, too
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens the file, too
         raise RewireError(f"'{path}' cannot be read: {first_line(error)}") from error
 
 
 def _shapes(files: Sequence[Any], ties: dict[str, str]) -> dict[str, list[int]]:
-    """The shapes of all saved tensors, by every name that a tensor has."""
+    """The shapes of all saved tensors, under every name that a tensor has."""
     saved = {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
     return saved | {alias: saved[name] for alias, name in ties.items() if name in saved}
 
@@ -316,16 +316,16 @@ def _shapes(files: Sequence[Any], ties: dict[str, str]) -> dict[str, list[int]]:
 def _fill(
     rewired: nn.Module, files: Sequence[Any], saved: dict[str, list[int]], ties: dict[str, str], weights: Part
 ) -> None:
-    """Load tensors, file by file, after all names and shapes were compared."""
+    """Load tensors file by file, after comparing all names and shapes."""
     targets = _part(rewired, weights)
     _compare(targets, saved, weights)
     recipes = {name: file.get_tensor(name) for file in files for name in file.keys() if is_recipe(name)}  # noqa: SIM118
-    rewired.load_state_dict(recipes, strict=False)  # refuses weights that are not theirs: before anything is changed
+    rewired.load_state_dict(recipes, strict=False)  # refuses weights of other recipes, before anything is changed
     assign = any(value.is_meta for value in targets.values())
     for file in files:
         own = set(file.keys())
-        read: dict[str, Tensor] = {}  # a tensor that has several names is one object
-        state = dict(recipes)  # they tell the units of the weights, which may be in another file
+        read: dict[str, Tensor] = {}  # a tensor with several names stays one object
+        state = dict(recipes)  # they hold the scales of weights that may be in other files
         for name, target in targets.items():
             source = ties.get(name, name)
             if source in own and not is_recipe(name):
@@ -337,7 +337,7 @@ def _fill(
 
 
 def _like(target: Tensor, value: Tensor) -> Tensor:
-    """A parameter (or buffer) in place of ``target``; one object for tied names keeps them tied."""
+    """A parameter (or buffer) to replace ``target``; tied names get one object, and so stay tied."""
     value = value.to(target.dtype)
     return nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
 

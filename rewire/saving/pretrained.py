@@ -1,4 +1,4 @@
-"""rewire.from_pretrained: rewired models of transformers, as their own save_pretrained wrote them."""
+"""rewire.from_pretrained: rewired models of transformers, as saved by their own save_pretrained."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
     """Load a rewired transformers model from a folder that its ``save_pretrained`` wrote (or a Trainer's checkpoint).
 
-    The class's own ``from_pretrained`` would leave the connection weights out. Here it finds a model that is rewired by
-    the recipe beside them, and then does what it always does (dtypes, devices, shards).
+    The class's own ``from_pretrained`` would ignore the connection weights. Here it gets a model that was rewired by
+    the recipe beside them, and handles dtypes, devices and shards as always.
 
     Args:
         folder: on this machine; models of a hub are fetched by ``huggingface_hub.snapshot_download``.
-        model_class: class of the model; default: the one that was saved, of transformers.
+        model_class: class of the model; default: the saved one, from transformers.
         options: of ``model_class.from_pretrained``.
 
     Returns:
@@ -59,7 +59,7 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
 
 
 def _rewiring(cls: Any, recipes: dict[str, Recipe]) -> Any:
-    """A class whose instances are rewired ones of ``cls`` as soon as they are made."""
+    """A class like ``cls`` that rewires each instance when it is made."""
 
     class Rewiring(cls):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ def _rewiring(cls: Any, recipes: dict[str, Recipe]) -> Any:
 
 
 def _renamed(model: Any, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
-    """Recipes under the names that the model has for them; some architectures are saved under older ones."""
+    """Recipes under the model's present names; some architectures are saved under older names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 

@@ -1,7 +1,7 @@
-"""Recipes: what a rewired model is beside its weights, as plain data; and a plain model rewired by one.
+"""Recipes: how models were rewired, as plain data; and rewiring a plain model by its recipes.
 
-The recipe of a trunk is what `Connection.recipe` returns: topology, options, units, width, attention units. Nothing in
-it is ever run: topologies are looked up among the known classes, and everything else has to be what compiling gives.
+A trunk's recipe is what `Connection.recipe` returns: topology, options, units, width, attention units. Nothing in it is
+executed: topologies are looked up among the known classes, and all else has to be what compiling gives.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rewire.trunk import Trunk
 #: Plain data, as `Connection.recipe` returns it.
 Recipe: TypeAlias = dict[str, Any]
 
-#: How the entry of a state dict ends that holds a recipe.
+#: Suffix of a state dict entry that holds a recipe.
 EXTRA_STATE = "._extra_state"
 
 _SHOWN = 12  # differing lines in a message
-_MOST_UNITS = 4096  # of a trunk; its matrix has the square of that
+_MOST_UNITS = 4096  # of a trunk; its matrix has this many squared entries
 
 
 def described(model: nn.Module) -> dict[str, Recipe]:
     """The recipe of each trunk of a rewired model, by the path of its connection.
 
-    ``sites`` tell the trunk's residual adds in words: what another model is known by.
+    ``sites`` describes the trunk's residual adds in words, by which another model can be recognised.
 
     Raises:
-        WrappedModel, RewireError: a trunk is not where it was, because something wraps the model since; or its topology
+        WrappedModel, RewireError: a trunk is not where it was, because something now wraps the model; or its topology
             is not registered.
     """
     recipes = {}
@@ -71,7 +71,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
     """The layouts that recipes describe, by the path of a connection; nothing is built.
 
     Raises:
-        RewireError: one is damaged, or holds what no rewiring gives.
+        RewireError: a recipe is damaged, or no rewiring gives it.
         UnknownName: a topology is not known here.
     """
     if not isinstance(recipes, dict) or not recipes:
@@ -79,7 +79,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
     layouts = {path: layout_of(path, recipe, path) for path, recipe in recipes.items()}
     for path, layout in layouts.items():
         recipe, made = recipes[path], recipe_of(layout)
-        recipe = {**recipe, "options": made["options"] | recipe["options"]}  # options that came later have defaults
+        recipe = {**recipe, "options": made["options"] | recipe["options"]}  # newer options get their defaults
         saved, here = (
             sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"scales", "sites"})
             for r in (recipe, made)
@@ -90,7 +90,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
 
 
 def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Mapping[str, Sequence[int]]) -> None:
-    """Refuse a recipe that other weights belong to, before anything of its size is built.
+    """Refuse a recipe that does not fit the saved weights, before anything of its size is built.
 
     Args:
         path, layout, start: of the connection.
@@ -103,7 +103,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     try:
         with torch.device("meta"), _OnMeta():
             made = layout.topology.parameters(layout.dims, start)
-    except Exception:  # what cannot be made is refused where it is made; other people's may need values
+    except Exception:  # errors show when it is really made; topologies of others may need values
         return
     for name, value in made.items():
         shape = saved.get(f"{path}.{name}")
@@ -114,7 +114,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
 
 
 class _OnMeta(TorchFunctionMode):
-    """Make on the meta device what is drawn on another one, by a generator there."""
+    """Replaces random tensors by tensors on the meta device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
@@ -129,22 +129,22 @@ def rewired_by(
     example_inputs: Any = None,
     saved: Mapping[str, Sequence[int]] | None = None,
 ) -> nn.Module:
-    """A copy of the plain ``model``, rewired as ``recipes`` say; connection weights are at their start.
+    """A copy of the plain ``model``, rewired by ``recipes``, with connection weights at their start.
 
     Args:
         model: as for `rewire.compile`; its parameters are shared.
-        recipes: by the path of a connection, as they were read; what is told of ``sites`` is compared.
-        start: that of the connections.
-        example_inputs: what a copy is run on to find the residual adds, where tracing does not find those of a recipe.
+        recipes: as they were read, by the path of a connection. Their ``sites`` are compared with the model's.
+        start: of the connections.
+        example_inputs: to run a copy on, if tracing does not find the residual adds of a recipe.
         saved: shapes of the weights that will be loaded, by name; None: they were compared.
 
     Raises:
-        RewireError: a recipe is damaged, or other weights belong to it; or the model is another one than the recipes';
-            the message shows what differs.
+        RewireError: a recipe is damaged or does not fit the weights; or the model is not the recipes', and the message
+            shows what differs.
         UnknownName: a topology is not known here.
         AlreadyRewired, WrappedModel: the model is no plain one.
     """
-    layouts_of(recipes)  # before the model is looked at, which may take long
+    layouts_of(recipes)  # raises before the search, which may take long
     check_model(model)
     prepared = prepare(model, example_inputs)
     found = _found(prepared, recipes)
@@ -160,7 +160,7 @@ def rewired_by(
 
 
 def _found(prepared: Prepared, recipes: dict[str, Recipe]) -> Found:
-    """What is found in a model, in that way of looking at it, and at its loops, in which the recipes fit."""
+    """The search result, over the ways to look at the model and at its loops, that the recipes fit."""
     methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
     for method, restart in itertools.product(methods, (False, True)):
         found = find(prepared, method, restart)
@@ -170,15 +170,15 @@ def _found(prepared: Prepared, recipes: dict[str, Recipe]) -> Found:
 
 
 def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
-    """Refuse a recipe of which no connection can be made that has a matrix."""
+    """Refuse a recipe whose topology cannot be built, or has no matrix."""
     try:
         Connection(layout, start).matrix()
-    except Exception as error:  # whatever a topology does with options that it was not written for
+    except Exception as error:  # a topology may raise anything on options that it does not know
         raise misfit(path, recipe, error) from error
 
 
 def _fits(recipes: dict[str, Recipe], trunks: Iterable[Trunk]) -> bool:
-    """Whether the trunks are those of the recipes, by number of residual adds."""
+    """Whether the trunks have as many residual adds as the recipes say."""
     here = {place(trunk): len(trunk.sites) for trunk in trunks}
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
@@ -193,7 +193,7 @@ def layout_of(path: str, recipe: Any, trunk: str, **facts: Any) -> Layout:
         facts: `Trunk.facts`, if the trunk is known.
 
     Raises:
-        RewireError: it is damaged, or no such topology exists.
+        RewireError: the recipe is damaged, or its topology cannot have these options.
         UnknownName: the topology is not known here.
     """
     try:
@@ -214,19 +214,19 @@ def layout_of(path: str, recipe: Any, trunk: str, **facts: Any) -> Layout:
         return Layout(trunk, topology, units, width, attention, **facts)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
-    except Exception as error:  # whatever a topology does with options that it was not written for
+    except Exception as error:  # a topology may raise anything on options that it does not know
         raise misfit(path, recipe, error) from error
 
 
 def _check_switches(topology: Topology) -> None:
-    """Refuse options that are read as true or false and are neither. Topologies notice all else themselves."""
+    """Refuse switches that are neither true nor false. Topologies check all other options themselves."""
     for name, parameter in inspect.signature(type(topology)).parameters.items():
         if isinstance(parameter.default, bool) and not isinstance(getattr(topology, name, False), bool):
             raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")
 
 
 def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
-    """The error of a recipe that no weights belong to."""
+    """The error for a recipe that does not fit its weights."""
     told = str(recipe)[:1000]
     return RewireError(f"the connection weights of '{path}' do not fit their recipe, {told}: {first_line(error)}")
 
@@ -237,7 +237,7 @@ def is_recipe(name: str) -> bool:
 
 
 def difference(saved: Sequence[str], here: Sequence[str]) -> str:
-    """Lines that differ, as in a diff; empty if none do."""
+    """The lines that differ, as in a diff; empty if there are none."""
     lines = list(difflib.unified_diff(saved, here, "saved", "here", n=0, lineterm=""))
     lines = [line for line in lines[2:] if not line.startswith("@@")]
     more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
@@ -249,7 +249,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _sites(trunk: Trunk) -> list[str]:
-    """A line for each residual add."""
+    """A line of text for each residual add."""
     return [
         f"{site.name}, width {site.width or 'unknown'}" + "".join(f", then {part}" for part in site.post)
         for site in trunk.sites
@@ -257,7 +257,7 @@ def _sites(trunk: Trunk) -> list[str]:
 
 
 def _same(before: Sequence[str], sites: Sequence[str]) -> bool:
-    """Whether lines of `_sites` say the same, as far as both a run and a trace know it."""
+    """Whether lines of `_sites` agree, as far as both a run and a trace can know."""
     post_norm = [any(", then " in line for line in lines) for lines in (before, sites)]
     return [*map(_by_name, before)] == [*map(_by_name, sites)] and post_norm[0] == post_norm[1]
 
@@ -285,7 +285,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Recipe], here: dict[str, T
 
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
-    """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
+    """The layout of ``trunk`` by its recipe. It has to be what compiling with that topology gives."""
     layout = layout_of(path, recipe, trunk.name, **trunk.facts)
     width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
@@ -301,7 +301,7 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
 
 
 def _check_sizes(units: Any, width: Any, attention: Any) -> None:
-    """Units count up from 1 without gaps: the depth, and so the size of the matrix, is no larger than the recipe."""
+    """Refuse units that do not count up from 1 without gaps: so the matrix is no larger than the recipe."""
     if not isinstance(units, list) or not all(type(unit) is int for unit in units):
         raise ValueError(f"units {str(units)[:200]}")
     steps = [b - a for a, b in zip([0, *units], units, strict=False)]

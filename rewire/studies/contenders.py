@@ -11,26 +11,26 @@ from rewire.compiler import check_named, compile
 from rewire.registry import said
 from rewire.runtime.connection import connections
 
-#: What a study compares unless told otherwise.
+#: The topologies that a study compares by default.
 DEFAULT = (
     *("ancre-ingoing", "ancre-ingoing:start=paper", "denseformer", "grn-v3", "hc-static", "hc-dynamic", "mhc"),
     *("laurel-rw", "laurel-lr", "layerscale", "attnres", "muddformer"),
 )
 
-#: What connection weights are held at, if they are: their start, where a run with another seed ended, a fixed rule.
+#: Values at which connection weights are held: their start, the end of a run with another seed, or a fixed rule.
 Held = Literal["", "start", "end", "rule"]
-#: By trunk and name, as formulas have them.
+#: Connection weights by trunk and name, as the formulas use them.
 Values = dict[str, dict[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """What is trained.
+    """What is trained: the plain model, or one with connections.
 
     Attributes:
         name: as in the table.
-        settings: keywords of `rewire.compile`, the topology's options among them; None: the model stays plain.
-        held: at what the connection weights are held, without gradients; empty: they are learned.
+        settings: keywords of `rewire.compile`, including options of the topology; None: the model stays plain.
+        held: the values at which connection weights are held, without gradients; empty: they are learned.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Contender:
     held: Held = ""
 
     def rewired(self, model: nn.Module, values: Values | None = None, **validation: Any) -> nn.Module:
-        """``model`` with these connections, whose weights are ``values`` or at their start.
+        """Rewire ``model`` with these connections. Their weights are ``values``, or at their start.
 
         Raises:
             RewireError: as `rewire.compile`.
@@ -52,25 +52,25 @@ class Contender:
         return rewired
 
     def holding(self, held: Held) -> Contender:
-        """The same with weights that are held."""
+        """The same contender with weights that are held."""
         return Contender(f"{self.name}, held at {_AT[held]}", self.settings, held)
 
     @property
     def starts_plain(self) -> bool:
-        """Whether it computes at its start what the plain model does."""
+        """Whether, at its start, it computes what the plain model does."""
         return self.settings is not None and self.settings.get("start", "preserve") == "preserve"
 
 
 _AT = {"": "", "start": "the start", "end": "the end of another run", "rule": "a fixed rule"}
 
-#: The model as it is.
+#: The plain model.
 PLAIN = Contender("residual")
 
 
 def parse(text: str) -> Contender:
     """The contender that ``topology:option=value,option=value`` names.
 
-    Options are those of the topology and of `rewire.compile`, as ``start``; values are Python's, or words.
+    Options are those of the topology and of `rewire.compile`, such as ``start``. Values are Python literals, or words.
 
     Raises:
         UnknownName, TypeError, ValueError: there is no such topology or option, or an option has no such value.

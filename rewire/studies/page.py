@@ -1,4 +1,4 @@
-"""Files of a study: JSON, pictures, and one page that needs no other file."""
+"""Files of a study: JSON, pictures, and a page that needs no other file."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def write(study: Study, folder: Path) -> None:
 
 
 def draw(study: Study, folder: Path) -> None:
-    """The pictures for which there is something to draw."""
+    """Draw the pictures for which there is data."""
     ran = [row for row in study.rows if math.isfinite(row.mean)]
-    # From an eighth of the budget on: the steep start would squeeze the rest into a line.
+    # From an eighth of the budget on: the steep start would flatten the rest.
     curves = {row.name: [(float(p.step), p.loss) for p in row.curve() if p.loss < math.inf] for row in ran}
     late = {name: points[-max(2, len(points) * 7 // 8) :] for name, points in curves.items() if points}
     plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds", log=_log(late))
@@ -66,12 +66,12 @@ def draw(study: Study, folder: Path) -> None:
 
 
 def _log(curves: dict[str, list[tuple[float, float]]]) -> str:
-    """Losses of densities may be negative, and have no logarithm."""
+    """The scale of an axis: losses of densities may be negative, and have no logarithm."""
     return "y" if all(loss > 0 for points in curves.values() for _, loss in points) else ""
 
 
 def _by_rate(row: Row) -> list[tuple[float, float]]:
-    """The lowest loss of each rate."""
+    """The lowest loss of each learning rate."""
     losses: dict[float, float] = {}
     for setting, loss in row.tried.items():
         losses[setting.rate] = min(loss, losses.get(setting.rate, math.inf))
@@ -79,7 +79,7 @@ def _by_rate(row: Row) -> list[tuple[float, float]]:
 
 
 def html(study: Study, folder: Path) -> str:
-    """The page; pictures are taken from ``folder``."""
+    """The page, with the pictures in ``folder``."""
     rows = "".join(
         f'<tr class="{study.verdict(row)}"><td>{escape(row.name)}</td>{_cells(study.cells(row))}</tr>\n'
         for row in study.rows
@@ -128,7 +128,7 @@ _SEARCH = (
     "spikes of the training loss",
     "runs that diverged",
 )
-_MOVES = ("moved, in natural units", "95% of the way by step", "gradient at the end, of its largest")
+_MOVES = ("moved, at natural scales", "95% of the way by step", "gradient at the end, of its largest")
 
 
 def _searches(study: Study) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of paired seeds: differences of two rows of runs that share seeds, so that what a seed does cancels."""
+"""Statistics of paired seeds: differences between runs with the same seed, which cancel the seed's effect."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from rewire.version import how_to_install
 
-#: Two-sided: what is called shown happens by chance once in twenty studies.
+#: Two-sided: by chance, one study in twenty shows a difference that is none.
 LEVEL = 0.05
-#: Seeds below which nothing is called better.
+#: With fewer seeds, nothing is called better.
 FEWEST = 5
 
 
 class Difference(NamedTuple):
-    """Mean of paired differences; positive: the second is lower.
+    """Mean of paired differences; positive if the second is lower.
 
     Attributes:
-        values: of each seed.
-        mean: of these.
+        values: the difference for each seed.
+        mean: their mean.
         low, high: a 95 % t interval of the mean; nan for one seed.
         p: of the two-sided paired t test; 1 where it says nothing.
     """
@@ -46,7 +46,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return Difference(values, statistics.fmean(values), math.nan, math.nan, 1.0)
     mean, deviation = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    if not deviation:  # the same runs
+    if not deviation:  # identical runs
         return Difference(values, mean, mean, mean, 1.0)
     low, high = stats.t.interval(1 - LEVEL, len(values) - 1, mean, deviation)
     p = 2 * stats.t.sf(abs(mean / deviation), len(values) - 1)
@@ -54,11 +54,11 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def holm(p: Mapping[str, float], entered: int) -> dict[str, float]:
-    """Adjusted p-values (Holm 1979): the chance of one false finding among all that entered stays below the level.
+    """Adjusted p-values (Holm 1979): the chance of any false finding among all contenders stays below the level.
 
     Args:
-        p: of those that were compared, by name.
-        entered: contenders that entered, those among them that were dropped on the way: these count with p = 1.
+        p: of the contenders that were compared, by name.
+        entered: number of contenders at the beginning. Those that were dropped on the way count with p = 1.
     """
     adjusted, largest = {}, 0.0
     for rank, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):

@@ -1,4 +1,4 @@
-"""What a study found: rows, what is shown of each and what is not, in words, as a table and as plain data."""
+"""What a study found: rows, and what each row shows, in words, as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TITLES = (
     *("step", "rate ×\nconn."),
 )
 
-#: The smallest difference that counts, as a part of the standard deviation of the plain model's losses over the seeds.
+#: The smallest difference that counts, as a share of the standard deviation of the plain model's losses over seeds.
 SMALLEST = 0.1
 
 LIMITS = (
@@ -45,12 +45,12 @@ class Row:
         setting: the best that the search found; None if there is none.
         tried: loss of each setting, mean over the seeds of the search.
         searched: all runs of the search.
-        results: one for each seed that is compared; empty if it was dropped after the search, or never ran.
+        results: one for each compared seed; empty if it was dropped after the search, or never ran.
         cost: of a step; None if it was not measured.
         reason: why there are no results.
-        edges: numbers whose search was cut short at the edge of what was tried.
-        controls: runs with the same seeds and connection weights that are held.
-        longer: the plain model's runs with the same seeds for as many steps as the time of this one buys.
+        edges: numbers whose search stopped at the edge of the tried range.
+        controls: runs with the same seeds, and connection weights that are held.
+        longer: runs of the plain model with the same seeds, for as long as this one's runs take.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Study(Shown):
         rows: from the lowest mean loss to the highest; then those that were dropped after the search, and failed ones.
         scales: an initialiser with the best factors that were found for the plain model's weights: pass it on as
             ``rewire.compile(.., init=found.scales)``. All topologies started with these.
-        effects: what the search says of each of these factors.
+        effects: the result of the search for each of these factors.
         lengths: mean loss of the baseline by the length of its run, as a multiple of the budget.
         about: budget, trials, seeds, machine, versions.
-        earlier: topologies that are no rows, but were studied before with the same storage: p-values count them.
+        earlier: topologies without a row that were studied before with the same storage: p-values count them.
     """
 
     rows: list[Row]
@@ -114,16 +114,16 @@ class Study(Shown):
 
     @property
     def best(self) -> Row | None:
-        """The topology with the lowest loss of those that are shown to be better than the baseline; None: none is."""
+        """The best topology among those that are shown to be better than the baseline; None if there is none."""
         return next((row for row in self.rows if self.verdict(row) == "better"), None)
 
     def gain(self, row: Row) -> Difference:
-        """How far the row's losses are below those of the baseline with the same seeds."""
+        """How far the row's losses are below the baseline's with the same seeds."""
         return difference(self.baseline.losses, row.losses)
 
     @functools.cached_property
     def p(self) -> dict[str, float]:
-        """p-values of the rows that were compared, corrected for all that entered (Holm)."""
+        """p-values of the compared rows, corrected for all contenders that entered (Holm)."""
         entered = [row for row in self.rows if not row.is_plain]
         return holm({row.name: self.gain(row).p for row in entered if row.results}, len(entered) + len(self.earlier))
 
@@ -131,14 +131,13 @@ class Study(Shown):
     def smallest(self) -> float:
         """The smallest difference that counts: a tenth of the standard deviation of the baseline over the seeds.
 
-        Runs with nearly the same weights have nearly the same losses, and paired seeds show differences among them that
-        are real and of no use.
+        Nearly equal weights give nearly equal losses, whose paired differences may be real but of no use.
         """
         losses = self.baseline.losses
         return SMALLEST * statistics.stdev(losses) if len(losses) > 1 else 0.0
 
     def verdict(self, row: Row) -> str:
-        """What is shown: better, worse, no difference, or why nothing is."""
+        """What the row shows: better, worse, no difference, or why nothing is shown."""
         if not row.results:
             return "dropped" if row.tried and not row.reason else "not run"
         if not math.isfinite(row.mean):
@@ -152,19 +151,19 @@ class Study(Shown):
         return "better" if row.mean < self.baseline.mean else "worse"
 
     def in_its_time(self, row: Row) -> Difference | None:
-        """How far it is below the plain model that trains for the same time; None if that was not run."""
+        """How far the row is below the plain model trained for the same time; None if that was not run."""
         return difference([result.loss for result in row.longer], row.losses) if row.longer else None
 
     def learned(self, row: Row, held: Held = "end") -> Difference | None:
-        """How far it is below its control; None if that was not run."""
+        """How far the row is below its control; None if that was not run."""
         control = row.controls.get(held)
         return difference([result.loss for result in control], row.losses) if control else None
 
     def speed_up(self, row: Row) -> float | None:
-        """Time that the plain model needs for this loss, over the time that this one took.
+        """Time that the plain model needs for this loss, over the time that this row took.
 
-        From the plain model's losses at several lengths, in a straight line over their logarithm. None: no difference
-        is shown, they do not fall with the length, or it was not measured; infinite: more than 4.
+        Interpolated in the plain model's losses at several lengths, over the logarithm of the length. None: no
+        difference is shown, the losses do not fall with the length, or it was not measured; infinite: more than 4.
         """
         points = sorted(self.lengths.items())
         shown = self.verdict(row) in ("better", "worse")
@@ -179,7 +178,7 @@ class Study(Shown):
     # In words.
 
     def headline(self) -> str:
-        """The answer, in a sentence."""
+        """The result in a sentence."""
         best, compared = self.best, [row for row in self.rows if not row.is_plain and row.results]
         if best is None:
             return f"No difference shown: none of {len(compared)} topologies is better than {self.baseline.name}."
@@ -193,13 +192,13 @@ class Study(Shown):
         )
 
     def findings(self) -> list[str]:
-        """Sentences on each topology, whichever way it fell, and on the plain model's scales."""
+        """Sentences on each topology, whatever its result, and on the plain model's scales."""
         scales = [f"Scale of {name}: {effect}." for name, effect in self.effects.items()]
         counted = [f"p-values also count what was studied before: {', '.join(self.earlier)}."] if self.earlier else []
         return [self._finding(row) for row in self.rows if not row.is_plain] + scales + counted
 
     def limits(self) -> str:
-        """What these numbers do not show."""
+        """What these numbers do not show, in words."""
         return LIMITS
 
     def _finding(self, row: Row) -> str:
@@ -284,7 +283,7 @@ class Study(Shown):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All that was found, of numbers, strings, lists and dicts; what is not finite is None."""
+        """All results as numbers, strings, lists and dicts; numbers that are not finite become None."""
         found: dict[str, Any] = as_plain(
             {
                 "about": self.about,
@@ -330,7 +329,7 @@ class Study(Shown):
 
 
 def _interval(found: Difference, sign: str = "") -> str:
-    """The mean, and its interval where there is one."""
+    """The mean, with its interval if there is one."""
     if math.isnan(found.low):
         return f"{found.mean:{sign}.2g}"
     return f"{found.mean:{sign}.2g} ({found.low:{sign}.2g} to {found.high:{sign}.2g})"
@@ -341,7 +340,7 @@ def _diverged(values: Sequence[float]) -> str:
 
 
 def _shown(found: Difference) -> str:
-    """What a difference to a control says, in words."""
+    """What a difference from a control shows, in words."""
     if not math.isfinite(found.mean):
         return f"the control {_diverged(found.values)}"
     if found.p > LEVEL:

@@ -25,7 +25,7 @@ from rewire.studies.search import Tried, at_edge, best, climb, effects, scaled
 from rewire.studies.task import Budget, Task, check_seeded
 from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial, evaluate, make
 
-#: Seeds on which rates and scales are searched; those that are compared come after them.
+#: Seeds of the search; the compared seeds follow them.
 SEARCHED = (0, 1)
 #: The longest run of the plain model, as a multiple of the budget.
 _LONGEST = 4.0
@@ -85,7 +85,7 @@ def study(
         'No difference shown: none of 1 topologies is better than residual.'
     """
     names = [topologies] if isinstance(topologies, str) else topologies
-    contenders = [parse(name) for name in dict.fromkeys(names) if name != PLAIN.name]  # which always runs
+    contenders = [parse(name) for name in dict.fromkeys(names) if name != PLAIN.name]  # PLAIN always runs
     if min(trials, seeds, finalists) < 1:
         raise ValueError(f"trials={trials}, seeds={seeds}, finalists={finalists}: each has to be 1 or more.")
     where = torch.device(device) if device else default_device()
@@ -123,15 +123,15 @@ class _Plan:
         """A row with the costs of a contender, or the reason why it does not fit this model."""
         try:
             return Row(contender.name, contender, cost=self.runs.cost(contender))
-        except RewireError as error:  # the others do
+        except RewireError as error:  # others may fit
             return Row(contender.name, contender, reason=str(error).split(". ")[0].rstrip("."))
         except torch.OutOfMemoryError:
             return Row(contender.name, contender, reason="out of memory")
 
     def estimate(self, rows: Sequence[Row]) -> str:
-        """How many runs it will be, and how long they take, by the times of a step and of an evaluation.
+        """The number of runs and their time, from the times of a step and of an evaluation.
 
-        A search is taken to try two settings more than its start and the neighbours of that.
+        A search is expected to try its start, the neighbours of the start, and two more settings.
         """
         fits = [row.cost for row in rows if row.cost]
         last = sorted(fits, key=lambda cost: cost.seconds)[-self.finalists :]
@@ -149,7 +149,7 @@ class _Plan:
         return f"About {count} runs, {_duration(seconds)} on one process{more}; {seeds}."
 
     def _seconds(self, cost: Cost, length: float = 1.0) -> float:
-        """How long a run takes, with its evaluations."""
+        """The time of a run, with its evaluations."""
         budget = self.runs.budget.times(length)
         training = min(budget.seconds or math.inf, budget.steps * cost.seconds if budget.steps else math.inf)
         return training + cost.evaluation * (1 + EVALUATIONS * length)
@@ -183,7 +183,7 @@ class _Plan:
         return losses
 
     def _plain(self) -> tuple[Row, Row | None, Tried]:
-        """The rows of the plain model as it is, and with scales, if these are better; all settings that were tried."""
+        """The rows of the plain model and, if better, of the plain model with scales; all settings that were tried."""
         losses, start = self._losses(PLAIN), Setting(self.runs.task.learning_rate)
         rates = climb(start, ["rate"], losses)
         if (first := best(rates)) is None:
@@ -198,7 +198,7 @@ class _Plan:
         return self._settled(row, 1), other, tried
 
     def _settled(self, row: Row, count: int) -> Row:
-        """The plain model's row at the best, by all seeds, of its ``count`` best settings: one may be lucky."""
+        """The plain model's row with the best of its ``count`` best settings by all seeds, as one may be lucky."""
         finite = sorted((each for each in row.tried if row.tried[each] < math.inf), key=row.tried.__getitem__)
         rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in finite[:count]]
         found = min(rows, key=lambda row: row.mean)
@@ -225,11 +225,11 @@ class _Plan:
         return [Trial(setting, seed, length) for seed in self.compared]
 
     def _controls(self, row: Row, baseline: Row) -> Row:
-        """The row with its controls, and with the plain model's runs for the time that it takes."""
+        """Add to a row its controls, and the plain model's runs for the same time."""
         assert row.setting is not None and row.cost is not None
         trials, donor = self._of(row.setting), Trial(row.setting, SEARCHED[0])
         controls: dict[Held, list[Result]] = {}
-        if row.contender.starts_plain:  # it is the plain model then, at a rate of its own
+        if row.contender.starts_plain:  # held at its start, it would be the plain model at another rate
             controls["start"] = self.runs.results(PLAIN, self._of(dataclasses.replace(row.setting, connections=1.0)))
         kinds: tuple[Held, ...] = ("end", "rule") if row.contender.starts_plain else ("start", "end", "rule")
         for held in kinds if row.cost.weights else ():
@@ -242,7 +242,7 @@ class _Plan:
         return dataclasses.replace(row, controls=controls, longer=longer)
 
     def _lengths(self, baseline: Row, rows: Sequence[Row]) -> dict[float, float]:
-        """The baseline's loss by the length of its run: long enough to see how it falls."""
+        """The baseline's loss by the length of its run, up to a length that shows how it falls."""
         longer = {length_in_time_of(row.cost) for row in rows if row.longer and row.cost}
         lengths = {1.0, *longer, *([1.5] if longer and max(longer) < 1.5 else [])}
         results = {length: self.runs.results(PLAIN, self._of(baseline.setting, length)) for length in sorted(lengths)}
@@ -254,7 +254,7 @@ def _searches(settings: Iterable[Setting]) -> list[Trial]:
 
 
 def length_in_time_of(cost: Cost) -> float:
-    """How much longer the plain model trains in the time that this takes, in steps of a twentieth."""
+    """How much longer the plain model trains in the time of this contender, in steps of a twentieth."""
     return min(_LONGEST, max(1.0, round(20 * cost.time) / 20))
 
 
@@ -269,9 +269,9 @@ def _duration(seconds: float) -> str:
 
 
 def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> None:
-    """Keep what a new storage is of, and refuse another budget or task in an old one.
+    """Record the budget and task in a new storage; refuse others in an old one.
 
-    A task is known by its numbers, and by the losses of the untrained model of a seed on its data.
+    A task is identified by its numbers, and by the losses of the untrained model on its data.
     """
     check_seeded(task, SEARCHED[0])
     model = make(task, PLAIN, Trial(Setting(task.learning_rate), SEARCHED[0]), device)
@@ -296,7 +296,7 @@ def _expect(kept: Kept, task: Task, budget: Budget, device: torch.device) -> Non
 
 @contextlib.contextmanager
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
-    """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
+    """A function that makes a progress bar for a named run; it shows nothing unless ``wanted``."""
     named = TextColumn("{task.description}", markup=False)
     shown = bars(named, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 

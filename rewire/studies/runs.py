@@ -1,4 +1,4 @@
-"""The runs of a study, each made once: Optuna studies in a storage that outlives the process and may be shared."""
+"""The runs of a study, each made once: Optuna studies in a storage that outlives the process and can be shared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rewire.version import how_to_install
 if TYPE_CHECKING:
     import optuna
 
-#: Seconds after which a run on another machine that says nothing counts as dead.
+#: Seconds without a sign of life after which a run on another machine counts as dead.
 _SILENT = 600.0
 
 Tick = Callable[[float], object]
@@ -36,12 +36,12 @@ Tick = Callable[[float], object]
 class Runs:
     """Makes the runs that are not in the storage yet.
 
-    Several processes may work at one storage: a run that another one is at is not begun a second time, unless that one
-    was killed, or has been silent for ten minutes.
+    Several processes may share a storage. A run that another process works on is not started a second time, unless that
+    process was killed, or has been silent for ten minutes.
 
     Attributes:
-        say: gets a line on each run that ended.
-        bar: makes a progress bar for a run, by what the run is.
+        say: called with a line about each run that ended.
+        bar: makes a progress bar for a run, from its description.
     """
 
     task: Task
@@ -57,10 +57,10 @@ class Runs:
     def results(
         self, contender: Contender, trials: Sequence[Trial], values: Callable[[], Values | None] = lambda: None
     ) -> list[Result]:
-        """The runs ``trials``, in that order.
+        """The results of the runs ``trials``, in that order.
 
         Args:
-            values: called if a run is made; gives the connection weights at its start, or None for the topology's own.
+            values: called before a run is made: its connection weights at the start, or None for the topology's own.
         """
         kept = Kept(contender.name, self.storage)
         while True:
@@ -71,16 +71,16 @@ class Runs:
             busy = kept.running()
             free = next((trial for trial in missing if trial not in busy), None)
             if free is None:
-                time.sleep(1)  # other processes are at all of them
+                time.sleep(1)  # other processes work on all of them
             else:
                 name = f"{contender.name}, {free.setting}, seed {free.seed}"
                 name += f", {free.length:.3g} x as long" if free.length != 1 else ""
                 self.say(f"{name}: {self._run(kept, contender, free, values(), name)}")
 
     def control(self, contender: Contender, held: Held, trials: Sequence[Trial], donor: Trial) -> list[Result] | None:
-        """The runs with connection weights that are held; None for a fixed rule where none is known.
+        """The runs with connection weights that are held; None for a fixed rule if none is known.
 
-        What the donor ended with is not kept, as it may be large: it is trained anew, once.
+        The donor's final weights are not stored, as they may be large: it is trained again, once.
         """
         if held == "rule" and self._rule(make(self.task, contender, donor, self.device)) is None:
             return None
@@ -99,14 +99,14 @@ class Runs:
         return self.results(contender.holding(held), trials, values)
 
     def cost(self, contender: Contender) -> Cost:
-        """What a step costs, measured once and then kept with the runs."""
+        """The cost of a step, measured once and then kept with the runs."""
         kept = Kept(contender.name, self.storage)
         if "cost" not in kept.notes:
             kept.note("cost", cost(self.task, contender, self.device))
         return Cost(*kept.notes["cost"])
 
     def entered(self) -> set[str]:
-        """Topologies of this storage, those of earlier calls among them: what a step costs is measured of each."""
+        """The topologies in this storage, also from earlier calls: those for which a step's cost was measured."""
         import optuna
 
         names = optuna.get_all_study_names(self.storage)
@@ -159,11 +159,11 @@ class Kept:
         self._study.set_user_attr(name, value)
 
     def results(self) -> list[Result]:
-        """The runs that ended, in the order in which they began."""
+        """The runs that ended, in the order of their starts."""
         return [_result(trial) for trial in self._trials() if trial.state.name == "COMPLETE"]
 
     def running(self) -> list[Trial]:
-        """Runs that a living process is at."""
+        """The runs that a living process works on."""
         return [_trial(trial) for trial in self._trials() if trial.state.name == "RUNNING" and _alive(trial)]
 
     def _trials(self) -> list[optuna.trial.FrozenTrial]:
@@ -192,7 +192,7 @@ class _Record:
         self.hear()
 
     def hear(self) -> None:
-        """Note that the process lives."""
+        """Record a sign of life of this process."""
         if time.time() - self._last > _SILENT / 20:
             self._last = time.time()
             self._trial.set_user_attr("process", [socket.gethostname(), os.getpid(), self._last])
@@ -215,11 +215,11 @@ def _result(trial: optuna.trial.FrozenTrial) -> Result:
 
 
 def _alive(trial: optuna.trial.FrozenTrial) -> bool:
-    """Whether the process of a run that did not end still works at it, as far as can be told from here."""
+    """Whether the process of an unfinished run still works on it, as far as this machine can tell."""
     host, process, heard = trial.user_attrs.get("process", ("", 0, 0.0))
     if host == socket.gethostname() and os.name == "posix" and (process == os.getpid() or not _exists(process)):
         return False
-    return time.time() - heard < _SILENT  # its number may be another process's by now
+    return time.time() - heard < _SILENT  # the process id may be reused by now
 
 
 def _exists(process: int) -> bool:
@@ -244,17 +244,17 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
         from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
     except ImportError as error:
         raise ImportError(f"studies need Optuna: {how_to_install('study')}.") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it says of each trial, the progress bars show
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the progress bars show each trial
     if "://" in storage:
         try:
             return optuna.storages.RDBStorage(storage)
-        except Exception as error:  # of the database's own library
+        except Exception as error:  # from the database's own library
             raise RewireError(
                 f"'{storage}' cannot be opened as a database ({type(error).__name__}: {error})."
             ) from error
 
     class Lock(JournalFileSymlinkLock):
-        """Is held to write: cuts off what a process that was killed, or found the disk full, has left of a line."""
+        """A lock for writing. It removes the incomplete line of a process that was killed or found the disk full."""
 
         def acquire(self) -> bool:
             return super().acquire() and _whole(Path(storage))
@@ -271,7 +271,7 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
 
 
 def _whole(journal: Path) -> bool:
-    """Cut off a last line that does not end."""
+    """Remove a last line that does not end."""
     with open(journal, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:
@@ -286,12 +286,12 @@ def _whole(journal: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(storage: str) -> Iterator[optuna.storages.BaseStorage]:
-    """The storage that `open_storage` opens. Its connections to a database are closed at the end."""
+    """The storage that `open_storage` opens; its connections to a database are closed at the end."""
     found = open_storage(storage)
     try:
         yield found
     finally:
-        engine = getattr(found, "engine", None)  # of a database
+        engine = getattr(found, "engine", None)  # for a database
         if engine is not None:
             found.remove_session()
             engine.dispose()

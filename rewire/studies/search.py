@@ -1,4 +1,4 @@
-"""The search for rates and scales: from a setting to its best neighbour, until none is better."""
+"""The search for rates and scales: move from a setting to its best neighbour, until none is better."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewire.init.initializers.scaled_weights import SCALED_ROLES
 from rewire.init.table import Roles
 from rewire.studies.training import Setting
 
-#: Neighbours that are tried: factors on each number.
+#: Factors on each number that lead to the neighbours of a setting.
 STEPS = {"rate": 2.0, "connections": 4.0, "embedding": 4.0, "branch": 4.0}
 
 Tried = dict[Setting, float]
@@ -23,15 +23,15 @@ def climb(
     known: Tried | None = None,
     most: int | None = None,
 ) -> Tried:
-    """All settings that were tried, with their losses: `start`, and the neighbours of the best until none is better.
+    """Search from ``start``, and return all settings that were tried, with their losses.
 
     Where all diverge, it tries lower rates.
 
     Args:
-        names: of the numbers that are searched.
-        losses: of settings, each over the same seeds.
+        names: the numbers to search.
+        losses: gives the losses of settings, each over the same seeds.
         known: settings that need not be tried again.
-        most: settings to try, at most; None: it ends only where all neighbours of the best are worse.
+        most: largest number of settings to try; None: stop only when all neighbours of the best are worse.
     """
     tried = dict(known or {})
     while True:
@@ -54,7 +54,7 @@ def _next(start: Setting, names: Sequence[str], tried: Tried) -> list[Setting]:
 
 
 def best(tried: Tried) -> Setting | None:
-    """The setting with the lowest loss, if one has a finite loss."""
+    """The setting with the lowest finite loss; None if there is none."""
     found = min(tried, key=tried.__getitem__, default=None)
     return found if found is not None and tried[found] < math.inf else None
 
@@ -66,7 +66,7 @@ def neighbours(setting: Setting, names: Sequence[str]) -> Iterator[Setting]:
 
 
 def at_edge(tried: Tried, names: Sequence[str]) -> list[str]:
-    """The numbers of which a neighbour of the best setting was not tried."""
+    """The numbers for which a neighbour of the best setting was not tried."""
     centre = best(tried)
     if centre is None:
         return []
@@ -74,13 +74,13 @@ def at_edge(tried: Tried, names: Sequence[str]) -> list[str]:
 
 
 def scaled(roles: Roles) -> dict[str, bool]:
-    """Which of the scales this model has weights for, by their roles."""
+    """For each scale, whether this model has weights for it, by their roles."""
     present = {weight.role for weight in roles}
     return {name: not present.isdisjoint(of) for name, of in SCALED_ROLES.items()}
 
 
 def effects(tried: Tried, has: dict[str, bool]) -> dict[str, str]:
-    """What the search says of each scale, in words."""
+    """The result of the search for each scale, in words."""
     centre = best(tried)
     found = {}
     for name, there in has.items():

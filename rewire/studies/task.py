@@ -22,7 +22,7 @@ def adamw(groups: Groups) -> torch.optim.Optimizer:
 
 
 def positive(value: object) -> bool:
-    """Whether it is a positive number, and finite."""
+    """Whether a value is a positive, finite number."""
     return isinstance(value, int | float) and 0 < value < math.inf
 
 
@@ -32,11 +32,11 @@ class Task:
 
     Attributes:
         model: makes a new model at each call; its weights come from torch's global generator, which the study seeds.
-        batches: batches to train on, for a seed, on which alone they depend: an iterable that does not end before the
+        batches: from a seed, on which alone they depend, an iterable of training batches that does not end before the
             budget does.
-        validation: a list of batches that are held out; the loss that is compared is their mean.
+        validation: a list of held-out batches; the compared loss is their mean.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
-        optimizer: makes one of parameter groups, which have their rate and weight decay; default: AdamW.
+        optimizer: makes one from parameter groups, which have their rate and weight decay; default: AdamW.
         learning_rate: of the plain model, where the search begins. Rates are warmed up over the first tenth of the
             budget and fall to a tenth by a cosine.
         weight_decay: of all but the connection weights.
@@ -83,7 +83,7 @@ class Task:
 
 
 def check_seeded(task: Task, seed: int) -> None:
-    """Refuse a task of which a seed does not determine the weights and the first batch: its runs have no pairs.
+    """Refuse a task whose weights and first batch are not determined by the seed: its runs could not be paired.
 
     Raises:
         RewireError: they differ from call to call, each run would go on where the last one ended, or there is no batch.
@@ -116,7 +116,7 @@ def _begun(task: Task, seed: int) -> tuple[nn.Module, Any]:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether both hold as many tensors, of the same shapes and numbers."""
+    """Whether both hold as many tensors, with the same shapes and numbers."""
     leaves, others = ([x for x in pytree.tree_leaves(of) if isinstance(x, Tensor)] for of in (first, second))
     return len(leaves) == len(others) and all(
         a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
@@ -126,7 +126,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How long one run trains: a number of steps, or seconds of training without evaluation; the first that is spent.
+    """How long one run trains: a number of steps, or seconds of training without evaluation; whichever ends first.
 
     Raises:
         ValueError: neither is given, or one is not positive.
@@ -146,6 +146,6 @@ class Budget:
         return Budget(steps, None if self.seconds is None else self.seconds * length)
 
     def spent(self, steps: int, seconds: float) -> float:
-        """The part of the budget that is spent, from 0 to 1."""
+        """The share of the budget that is spent, from 0 to 1."""
         parts = [steps / self.steps if self.steps else 0.0, seconds / self.seconds if self.seconds else 0.0]
         return min(1.0, max(parts))

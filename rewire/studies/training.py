@@ -1,4 +1,4 @@
-"""One training run, and what a step costs."""
+"""One training run, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rewire.studies.task import Budget, Task
 from rewire.torch_internals import pytree
 from rewire.training import parameter_groups
 
-#: Evaluations in a budget, after the one at the start of a run.
+#: Evaluations in a budget, besides the one at the start of a run.
 EVALUATIONS = 10
-#: Training steps of each model that are timed, in turn with the plain one.
+#: Timed training steps of each model, in turn with the plain one.
 _ROUNDS = 20
 
 
 class Point(NamedTuple):
-    """The validation loss at some moment of a run, and the seconds of training until then."""
+    """The validation loss at some point of a run, and the seconds of training until then."""
 
     step: int
     seconds: float
@@ -65,7 +65,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Which run of a contender.
+    """A run of a contender.
 
     Attributes:
         seed: of the model's weights and the batches.
@@ -79,12 +79,12 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A run that ended.
+    """The result of a run.
 
     Attributes:
         curve: a point before the first step, then one at each tenth of the budget.
-        spikes: how often the training loss left its usual range upwards.
-        moves: of the connection weights of all trunks together; None if there are none that learn.
+        spikes: how often the training loss jumped above its usual range.
+        moves: of the connection weights of all trunks together; None if none are learned.
         matrix: effective weights of the first trunk at the end, as rows; empty if there are none.
     """
 
@@ -103,10 +103,10 @@ class Result:
 
 
 class Cost(NamedTuple):
-    """What a training step costs.
+    """The cost of a training step.
 
     Attributes:
-        seconds: median of a step.
+        seconds: median time of a step.
         time: median, as a multiple of the plain model's, timed in turn with it.
         kept: bytes of activations that a forward keeps for its backward.
         weights: number of learned connection weights.
@@ -129,11 +129,11 @@ def train(
     values: Values | None = None,
     tick: Callable[[float], object] = lambda spent: None,
 ) -> tuple[Result, nn.Module]:
-    """Train a fresh model; a loss that is not finite ends the run, with an infinite one as its last point.
+    """Train a fresh model. A loss that is not finite ends the run, with an infinite loss as its last point.
 
     Args:
         values: of the connection weights at the start; default: the topology's own.
-        tick: called after each step with the part of the budget that is spent.
+        tick: called after each step with the share of the budget that is spent.
 
     Raises:
         RewireError: the model cannot be connected like that, or there were too few batches.
@@ -171,9 +171,9 @@ def train(
 def make(
     task: Task, contender: Contender, trial: Trial, device: torch.device, values: Values | None = None
 ) -> nn.Module:
-    """The model of a run: its weights drawn from the seed, scaled, rewired; in training mode.
+    """The model of a run, in training mode: weights drawn from the seed, scaled, rewired.
 
-    It is not validated: that takes longer than a short run, and is done once, where `cost` is measured.
+    It is not validated here, which takes longer than a short run. `cost` validates it once.
     """
     torch.manual_seed(trial.seed)
     plain = task.model().to(device)
@@ -183,7 +183,7 @@ def make(
 
 
 def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
-    """One step; the loss before it. Gradients stay, clipped, until the next one."""
+    """Make one training step; return the loss before it. Clipped gradients stay until the next step."""
     optimizer.zero_grad()
     loss = scalar(task.loss)(model, batch)
     loss.backward()
@@ -193,7 +193,7 @@ def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 class _Watch:
-    """Looks at the connection weights of a model while it trains."""
+    """Observes the connection weights of a model while it trains."""
 
     def __init__(self, model: nn.Module) -> None:
         learning = any(p.requires_grad for c in connections(model).values() for p in c.parameters())
@@ -215,7 +215,7 @@ class _Watch:
 
 
 class _Spikes:
-    """Counts how often a loss leaves its usual range upwards: six standard deviations of its last steps."""
+    """Counts how often a loss jumps above its usual range: six standard deviations of its last steps."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.square, self.steps, self.high = 0, 0.0, 0.0, 0, False
@@ -227,7 +227,7 @@ class _Spikes:
         self.high = high
         if math.isfinite(loss) and not high:
             self.steps += 1
-            share = max(0.05, 1 / self.steps)  # a plain mean at first
+            share = max(0.05, 1 / self.steps)  # at first a plain mean
             self.mean += share * off
             self.square += share * (off * off - self.square) if self.steps > 1 else 0.0
 
@@ -243,14 +243,14 @@ def evaluate(task: Task, model: nn.Module, device: torch.device) -> float:
 
 
 def warm_up_and_decay(spent: float) -> float:
-    """Factor on the learning rate: a line from a twentieth to 1 up to a tenth of the budget, a cosine down to 0.1."""
+    """Factor on the learning rate: linear from a twentieth to 1 over a tenth of the budget, then a cosine to 0.1."""
     if spent < 0.1:
         return 0.05 + 9.5 * spent
     return 0.55 + 0.45 * math.cos(math.pi * (spent - 0.1) / 0.9)
 
 
 def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
-    """What a training step of ``contender`` costs beside one of the plain model.
+    """The cost of a training step of ``contender``, timed beside the plain model.
 
     Raises:
         RewireError: the model cannot be connected like that. Here it is validated, too.
@@ -274,7 +274,7 @@ def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
 
 
 def inputs_of(model: nn.Module, run: Callable[[], object]) -> Inputs:
-    """The arguments of ``model`` in ``run``, the last ones if it is called several times."""
+    """The arguments of ``model`` in ``run``; those of the last call if there are several."""
     seen: list[Inputs] = []
     handle = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     with handle, torch.no_grad():
@@ -285,5 +285,5 @@ def inputs_of(model: nn.Module, run: Callable[[], object]) -> Inputs:
 
 
 def to(batch: Any, device: torch.device) -> Any:
-    """``batch``, its tensors on ``device``, and whatever else in it knows how to go there, as a BatchEncoding does."""
+    """``batch`` with its tensors, and other objects that have ``to`` (such as a BatchEncoding), on ``device``."""
     return pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, batch)

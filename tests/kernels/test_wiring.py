@@ -171,7 +171,7 @@ class TestWiring:
             want = gradients()
         with mock.patch.object(again, "_unpacked", side_effect=again._unpacked) as asked:
             got = gradients()
-        assert any(call.args[0].recipe is not None for call in asked.call_args_list)
+        assert any(call.args[0].recompute is not None for call in asked.call_args_list)
         assert all(map(torch.equal, got, want))
 
     @pytest.mark.parametrize("model_type", ["gpt2", "gemma", "falcon"])

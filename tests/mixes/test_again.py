@@ -241,7 +241,7 @@ def test_who_keeps_a_detached_read_keeps_nothing_else() -> None:
 
 @pytest.mark.parametrize("norm", [Norm, lambda: nn.LayerNorm(WIDTH)])
 def test_reads_are_made_again_once_and_not_kept(norm: Callable[[], nn.Module]) -> None:
-    """However often a norm's operations have saved one, and though what holds its recipe lives on with the loss."""
+    """However often a norm's operations have saved one, and though what recomputes it lives on with the loss."""
     module, x, made = norm(), torch.randn(2, TOKENS, WIDTH, requires_grad=True), list[Any]()
 
     def read() -> Tensor:
@@ -266,8 +266,8 @@ def test_memory_is_kept_every_few_units() -> None:
         with again.UnitsLeft(left):
             x = combine(x, torch.rand(5, 5, 4), [torch.randn(5, 1, WIDTH)])
         with again.sparing(x):
-            seen.append((left, again.recipe_of(x)))
-    assert [left for left, recipe in seen if recipe is None] == [40, 16, 6]
+            seen.append((left, again.recompute_of(x)))
+    assert [left for left, recompute in seen if recompute is None] == [40, 16, 6]
 
 
 def test_sums_are_made_again_together() -> None:
@@ -291,17 +291,17 @@ def test_sums_are_made_again_together() -> None:
 
     with again.sparing(x):
         doubled, tripled = Both.apply(x)
-        recipes = [again.recipe_of(y) for y in (doubled, tripled)]
+        functions = [again.recompute_of(y) for y in (doubled, tripled)]
         loss = (doubled.square() + tripled.square()).sum()
-    assert all(recipe is not None and recipe.saved for recipe in recipes)
+    assert all(recompute is not None and recompute.saved for recompute in functions)
     del doubled, tripled
     for passes in (2, 3):
         (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
         torch.testing.assert_close(grad, 26 * x)
-        assert len(calls) == passes and all(recipe.held is None for recipe in recipes if recipe is not None)
+        assert len(calls) == passes and all(f.held is None for f in functions if f is not None)
 
 
-def test_each_result_of_a_node_has_its_recipe() -> None:
+def test_each_result_of_a_node_is_recomputed() -> None:
     class Two(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -317,7 +317,7 @@ def test_each_result_of_a_node_has_its_recipe() -> None:
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     with again.sparing(x):
         found = Two.apply(x)
-        assert [torch.equal(y, again.recipe_of(y)()) for y in found] == [True, True]  # type: ignore[misc]
+        assert [torch.equal(y, again.recompute_of(y)()) for y in found] == [True, True]  # type: ignore[misc]
 
 
 def test_branches_are_not_kept_in_vain() -> None:
@@ -334,7 +334,7 @@ def test_branches_are_not_kept_in_vain() -> None:
     new = again.merged_again(merge, x, branches)
     want = (x + branches[0] + branches[1]).sum()
     branches.clear()
-    assert [ref() for ref in seen] == [None, None] and again.recipe_of(new) is None
+    assert [ref() for ref in seen] == [None, None] and again.recompute_of(new) is None
     torch.testing.assert_close(torch.autograd.grad(new.sum(), weight), (want.detach(),))
 
 

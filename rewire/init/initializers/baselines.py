@@ -1,4 +1,4 @@
-"""torch's own initialisers, on every weight of the graph: each part of a fused one, each expert by itself."""
+"""torch's own initialisers on every weight of the graph: each part of a fused one, and each expert, by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initialisers whose branches are the smaller the deeper the network is."""
+"""Initialisers whose branches get smaller in deeper networks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rewire.init.table import LAST, MATRICES, Roles, Weight, row_of
 class DepthScaled(OfMatrices):
     """GPT-2's: one standard deviation for all, divided by the root of the number of residual adds at ends of branches.
 
-    Weights are N(0, std^2), those that a branch ends with N(0, std^2 / n), and biases zero. ``by="model"``: n is the
-    number of residual adds of the model, 2 L of a transformer with L layers (GPT-2, Section 2.3 of its report).
+    Weights are N(0, std^2), those at the end of a branch N(0, std^2 / n), and biases zero. ``by="model"``: n is the
+    number of residual adds of the model, 2 L in a transformer with L layers (GPT-2, Section 2.3 of its report).
     ``by="block"``: their number up to the end of the weight's own block, in its own row of blocks, 2 l in the l-th one
-    (torchtitan's ``depth_init``, which scales the up projection of gated MLPs, too, and draws from cut normals).
+    (torchtitan's ``depth_init``, which also scales the up projection of gated MLPs, and draws from truncated normals).
 
     Embeddings keep their values, as with all initialisers; GPT-2's have the same standard deviation.
 
@@ -50,10 +50,10 @@ class DepthScaled(OfMatrices):
 class DeepNorm(OfMatrices):
     """DeepNorm's: Xavier's normal distribution, in branches times beta but for queries and keys (arXiv 2203.00555).
 
-    ``beta = (8 L)^(-1/4)`` for L layers, which is ``(4 n)^(-1/4)`` for n residual adds: of an encoder or a decoder by
-    itself (Figure 2). Where there are both, the paper has other numbers for each, and beta has to be given. What is
-    outside of branches keeps its values, and so do biases. The scale of shortcuts that belongs to it is the topology
-    ``fixed-scale`` with ``shortcut_power=0.25``.
+    ``beta = (8 L)^(-1/4)`` for L layers, which is ``(4 n)^(-1/4)`` for n residual adds, for an encoder or a decoder
+    alone (Figure 2). For both together the paper has other numbers for each, and beta has to be given. Weights outside
+    of branches keep their values, and so do biases. The matching scale of shortcuts is the topology ``fixed-scale``
+    with ``shortcut_power=0.25``.
 
     Args:
         beta: a positive number; None: as above.
@@ -108,10 +108,11 @@ class DSInit(OfMatrices):
 class TFixup(Initializer):
     """T-Fixup: Xavier's distribution, values, outputs and feed-forwards scaled by depth (Huang et al., ICML 2020).
 
-    Of encoders of N layers these weights are times ``0.67 N^(-1/4)``, of decoders, whose layers have a second
-    attention, ``(9 N)^(-1/4)``; embeddings are N(0, 1/D) times ``(9 N)^(-1/4)``, N of the longest row. Queries, keys
-    and what is outside of branches get Xavier's, biases keep their values. The paper has no decoder without a second
-    attention: such layers are like an encoder's. Its Transformers have no norms; those of a model are left as they are.
+    In encoders of N layers these weights are multiplied by ``0.67 N^(-1/4)``, in decoders, whose layers have a second
+    attention, by ``(9 N)^(-1/4)``. Embeddings are N(0, 1/D) times ``(9 N)^(-1/4)``, with N of the longest row. Queries,
+    keys and weights outside of branches get Xavier's; biases keep their values. The paper has no decoder without a
+    second attention: such layers are treated as an encoder's. Its Transformers have no norms; those of a model are
+    kept.
     """
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
@@ -129,5 +130,5 @@ class TFixup(Initializer):
 
 
 def _inside(weight: Weight) -> bool:
-    """Whether a weight is in a branch, as keys and values are that a cross-attention makes of another row's output."""
+    """Whether a weight is in a branch, or makes keys and values of another row's output for its cross-attention."""
     return bool(weight.branch) or weight.role in ("k", "v")

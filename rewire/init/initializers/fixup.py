@@ -18,8 +18,8 @@ class Fixup(OfMatrices):
     """Fixup: He's variance scaled down inside branches, zero at their end and in the classifier (arXiv 1901.09321).
 
     Weights inside a branch get He's standard deviation times ``L^(-1 / (2m - 2))``, with L branches in the model and m
-    weights on the longest way through this one (Section 3, rule 2). Biases become zero. Fixup's learned scalars (rule
-    3), which make up for the norms that it leaves out, are not added: that is a change of architecture.
+    weights on the longest path through this one (Section 3, rule 2). Biases become zero. Fixup's learned scalars (rule
+    3), which replace the norms that it leaves out, are not added: that is a change of architecture.
 
     He's standard deviation is ``sqrt(2 / fan)``. The paper leaves open which fan; its authors' code takes the number of
     outputs of an input (fan-out) for the convolutions in branches.

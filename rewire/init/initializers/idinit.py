@@ -16,9 +16,9 @@ from rewire.init.table import LAST, Roles, Weight
 class IDInit(OfMatrices):
     """IDInit: identities padded with identities, and 1e-6 at the end of branches (arXiv 2503.04626).
 
-    IDI (matrices) and IDIC (kernels) everywhere; IDIZ and IDIZC for weights that a branch ends with and for the
+    IDI (matrices) and IDIC (kernels) everywhere; IDIZ and IDIZC for weights at the end of a branch and for the
     classifier (Section 3); attention by Appendix A.5: q, k, v by IDI, the output by IDIZ. Biases become zero: the
-    paper's layers have none, and another bias would be what a branch adds to the stream.
+    paper's layers have none, and a bias with another value would be added to the stream by its branch.
 
     Attributes:
         tau: value on the diagonals; of the first weight sqrt(2) if the model's activation is a ReLU (Appendix B).

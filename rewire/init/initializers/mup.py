@@ -1,4 +1,4 @@
-"""Maximal update parametrisation over width, and CompleteP over depth: starts, and the rates that belong to them."""
+"""Maximal update parametrisation over width, and CompleteP over depth: starts and matching learning rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rewire.init.table import LAST, MATRICES, Roles, Weight
 
 
 class Factors(NamedTuple):
-    """What a weight's learning rate, weight decay and Adam's epsilon are multiplied with."""
+    """Factors on a weight's learning rate, weight decay and Adam's epsilon."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -22,23 +22,23 @@ class Factors(NamedTuple):
 @register_initializer("mup")
 @dataclasses.dataclass(frozen=True)
 class MuP(Initializer):
-    """muP: what is tuned on a narrow model holds for wide ones; with base_depth CompleteP's, for deep ones, too.
+    """muP: settings tuned on a narrow model hold for wide ones; with base_depth (CompleteP) for deep ones, too.
 
     With ``m = D / base_width`` (arXiv 2203.03466) matrices in branches are N(0, std^2 / m) and their rate is
     divided by m, the output layer is N(0, (std / m)^2) with a rate divided by m, tables of embeddings and first layers
     are N(0, std^2). Biases become zero.
 
     With ``k = L / base_depth`` for L layers, branches are multiplied by 1/k (CompleteP, arXiv 2505.01618, alpha = 1).
-    Here that factor is in what they end with, as Adam cannot tell the difference: its start and its rate are divided
-    by k. So this goes together with every topology. Connection weights of which a read has more in deep models get
+    Here that factor is in the weights at their end, as Adam cannot tell the difference: start and rate of these are
+    divided by k. So this works with every topology. Connection weights of which a read has more in deep models get
     smaller rates there (``Topology.depth_powers``).
 
-    Rates, decays and epsilons are those of the authors' code of CompleteP, the multiplier of the logits being in the
-    output layer: `rewire.parameter_groups` takes this object. Attention has to be scaled by 1 / d for heads of d
-    channels where d grows with the width (Llama's and GPT-2's is not): let their number grow.
+    Rates, decays and epsilons are those of CompleteP's authors' code, with the multiplier of the logits in the output
+    layer: `rewire.parameter_groups` takes this object. If the number of channels d of a head grows with the width,
+    attention has to be scaled by 1 / d (Llama's and GPT-2's is not): let the number of heads grow instead.
 
     Args:
-        base_width: channels of the model that was tuned.
+        base_width: channels of the tuned model.
         base_depth: its layers; None: no scaling over depth.
         std: of that model's weights.
 
@@ -84,7 +84,7 @@ class MuP(Initializer):
         return Factors(lr, decay, eps)
 
     def multipliers(self, roles: Roles) -> tuple[float, float]:
-        """m and k."""
+        """The factors m and k."""
         assert roles.width is not None  # see `check`
         return roles.width / self.base_width, roles.layers / self.base_depth if self.base_depth else 1.0
 
@@ -109,6 +109,6 @@ class MuP(Initializer):
 
     @staticmethod
     def _ends(bias: Weight, roles: Roles) -> bool:
-        """Whether a bias belongs to a weight that a branch ends with."""
+        """Whether a bias belongs to a weight at the end of a branch."""
         owner = bias.name.rpartition(".")[0]
         return any(w.role in LAST and w.name.rpartition(".")[0] == owner for w in roles)

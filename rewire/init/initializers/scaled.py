@@ -1,4 +1,4 @@
-"""Initialisers of networks whose branches have a learned scale: it starts at zero."""
+"""Initialisers of networks whose branches have a learned scale that starts at zero."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewire.init.table import Roles, Weight
 
 
 def _is_scale(weight: Weight) -> bool:
-    """A scale that the model has, or one that the topologies rezero, skipinit and layerscale added."""
+    """Whether a weight is a scale: the model's own, or one that rezero, skipinit or layerscale added."""
     return weight.role == "scale" or (weight.role == "connection" and weight.name.endswith(".scales"))
 
 

@@ -1,4 +1,4 @@
-"""The weights that are there, times factors by role: what a study finds for a plain model."""
+"""Present weights times factors by role, such as a study finds for a plain model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCALED_ROLES = {"embedding": frozenset({"embedding", "first"}), "branch": LAST}
 @register_initializer("scaled")
 @dataclasses.dataclass(frozen=True)
 class Scaled(Initializer):
-    """The weights that are there, times a factor for embeddings and one for the ends of branches.
+    """The present weights times a factor for embeddings and one for the ends of branches.
 
-    The scale of these two decides more of how a small model trains than most topologies do. `rewire.study` searches
-    both for the plain model: ``found.scales`` is this initialiser with what it found.
+    These two scales affect the training of a small model more than most topologies do. `rewire.study` searches both for
+    the plain model: ``found.scales`` is this initialiser with the result.
 
     Attributes:
-        embedding: factor on what makes the trunk's input: tables of embeddings, and first layers.
-        branch: factor on the weights that branches end with.
+        embedding: factor on the weights that make the trunk's input: tables of embeddings, and first layers.
+        branch: factor on the weights at the end of branches.
 
     Raises:
         ValueError: a factor is not positive.

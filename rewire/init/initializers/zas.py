@@ -1,4 +1,4 @@
-"""Zero-asymmetric initialisation, its form for nonlinear networks, and the baseline that it is compared with."""
+"""Zero-asymmetric initialisation, its form for nonlinear networks, and its baseline."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rewire.init.table import LAST, MATRICES, ZERO, Roles, Weight
 class ZAS(OfMatrices):
     """ZAS: each layer the identity, the output layer zero (arXiv 1911.00645, Equation 3.1).
 
-    In a residual network the shortcut is the identity and the branch is zero (Section 3): weights that a branch ends
-    with are zero, all others the identity, padded with zeros. Biases become zero.
+    In a residual network the shortcut is the identity and the branch is zero (Section 3): weights at the end of a
+    branch are zero, all others the identity, padded with zeros. Biases become zero.
     """
 
     zero: ClassVar[frozenset[str]] = ZERO
@@ -32,8 +32,8 @@ class ZAS(OfMatrices):
 class ModifiedZAS(OfMatrices):
     """mZAS: the end of each branch and the output layer zero, others N(0, 1/D) (arXiv 1911.00645, Equation 6.2).
 
-    D is the width of the stream, times the taps of a kernel, which the paper does not treat; where it is not known, the
-    weight's inputs. Biases become zero: the paper's layers have none.
+    D is the width of the stream, times the taps of a kernel, which the paper does not treat; if it is unknown, the
+    weight's number of inputs. Biases become zero: the paper's layers have none.
     """
 
     zero: ClassVar[frozenset[str]] = ZERO
@@ -49,8 +49,8 @@ class ModifiedZAS(OfMatrices):
 class NearIdentity(OfMatrices):
     """Each layer the identity plus N(0, 1/(d L)) (arXiv 1911.00645, Equation 5.1).
 
-    d is the number of inputs of the weight and L the number of weights of the model. For weights that a branch ends
-    with, the shortcut is the identity: they are N(0, 1/(d L)). Biases become zero.
+    d is the number of inputs of the weight and L the number of weights of the model. At the end of a branch, the
+    shortcut is the identity, and weights are N(0, 1/(d L)). Biases become zero.
     """
 
     zero: ClassVar[frozenset[str]] = frozenset({"bias"})

@@ -1,4 +1,4 @@
-"""Initialisers that put zeros at the end of branches: into their last weights, or into their last norms."""
+"""Initialisers with zeros at the end of branches: in their last weights, or in their last norms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Zero(OfMatrices):
 @register_initializer("zero-gamma")
 @dataclasses.dataclass(frozen=True)
 class ZeroGamma(Initializer):
-    """Zero gain in the norm that a branch ends with; all else stays as it is (arXiv 1706.02677, Section 5.1)."""
+    """Zero gain in the norm at the end of a branch; all else stays as it is (arXiv 1706.02677, Section 5.1)."""
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
         return rules.constant(-weight.offset) if weight.role == "last norm" else None

@@ -1,2 +1,1 @@
-"""What `rewrite` is made of: `plan` says what changes, `edits` is that as data, `write` makes texts of it, `apply`
-installs them."""
+"""Parts of `rewrite`: `plan` decides what changes, `edits` are that as data, `write` and `apply` carry it out."""

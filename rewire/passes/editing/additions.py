@@ -8,7 +8,7 @@ import dataclasses
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
 
-#: Methods that add to a tensor's rows, by their places or where the result has another value already.
+#: Methods that add to some rows of a tensor.
 _SCATTERED = frozenset({"index_add", "scatter_add", "index_put"})
 
 
@@ -18,9 +18,9 @@ class Addition:
 
     Attributes:
         left, right: its operands.
-        scattered: whether the branch is written to some rows: ``torch.index_add(x, 0, rows, f)``.
-        part: of ``x[rows] += f``, what it stores to.
-        assignment: of ``x[rows] = x[rows] + f``, the whole of it.
+        scattered: whether the branch is added to some rows: ``torch.index_add(x, 0, rows, f)``.
+        part: for ``x[rows] += f``, the target.
+        assignment: for ``x[rows] = x[rows] + f``, the whole statement.
     """
 
     node: ast.BinOp | ast.AugAssign | ast.Call
@@ -31,27 +31,27 @@ class Addition:
     assignment: ast.Assign | None = None
 
     def operands(self, first: bool) -> tuple[ast.expr, ast.expr]:
-        """Shortcut and branch, if the shortcut is the ``first`` operand, or is not."""
+        """Shortcut and branch; ``first`` says whether the shortcut is the first operand."""
         return (self.left, self.right) if first else (self.right, self.left)
 
     @property
     def options(self) -> list[ast.keyword]:
-        """Its factor: ``alpha=2``."""
+        """The factor: ``alpha=2``."""
         return [k for k in getattr(self.node, "keywords", ()) if k.arg == "alpha" and not self.scattered]
 
     @property
     def whole(self) -> ast.AST:
-        """What stands in its place in an edited text goes in place of this."""
+        """The node that is replaced in an edited text."""
         return self.assignment or self.node
 
     @property
     def target(self) -> ast.expr | None:
-        """What it changes in place."""
+        """What the addition changes in place."""
         return written_to(self.node) if self.part is None else self.part.value
 
 
 def written_to(node: ast.AST) -> ast.expr | None:
-    """What an operation in place changes: ``x`` of ``x += f``, ``x.mul_(2)``."""
+    """What an in-place operation changes: ``x`` of ``x += f``, ``x.mul_(2)``."""
     if isinstance(node, ast.AugAssign):
         return node.target
     method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
@@ -81,7 +81,7 @@ def addition_in(node: ast.AST) -> Addition | None:
 
 
 def addition_at(text: Text, at: Span, part: bool = False) -> Addition:
-    """The addition that stands at a place; ``part``: one that adds to a part of a value, and stores that.
+    """The addition at a place; ``part``: one that adds to a part of a value and stores it.
 
     Raises:
         EditError: it is written in another way.
@@ -110,6 +110,6 @@ def _of_a_part(text: Text, node: ast.AST) -> Addition | None:
     if found is None or not isinstance(part, ast.Subscript):
         return None
     value = part.value
-    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):  # of a list
+    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):  # an element of a list
         value = value.value
     return dataclasses.replace(found, part=part) if isinstance(value, ast.Name) else None

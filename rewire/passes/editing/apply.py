@@ -28,12 +28,12 @@ def apply(
     connections: Mapping[str, Connection],
     advice: str = "",
 ) -> None:
-    """Give the modules of ``model`` their edited functions and the gates that these talk to.
+    """Give the modules of ``model`` their edited functions, and the gates that these call.
 
     Args:
         model: changed in place.
-        looked_at: the copy that the plans were made of.
-        plans: what changes in each function, and its new text.
+        looked_at: the copy from which the plans were made.
+        plans: the plan of each function, and its new text.
         connections, advice: see `Gate`.
 
     Raises:
@@ -62,7 +62,7 @@ def apply(
 
 
 def show_between(model: nn.Module, trunk: Trunk) -> None:
-    """Let hooks on modules that only pass the trunk's stream on to blocks in them (nn.Sequential) get tensors, too."""
+    """Let hooks get tensors, too, on modules that only pass the trunk's stream on to their blocks (nn.Sequential)."""
     blocks = [site.block for site in trunk.sites]
     around = {path for block in blocks for path in above(block)}
     for path in sorted(around):
@@ -73,7 +73,7 @@ def show_between(model: nn.Module, trunk: Trunk) -> None:
 
 
 def above(path: str) -> list[str]:
-    """The paths of the modules around one, the model's own first."""
+    """The paths of the modules around one, from the root on."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))] if path else []
 
@@ -106,13 +106,13 @@ def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[Functio
 
 
 def is_opened(module: nn.Module) -> bool:
-    """Whether the stream is read or added to in the module, rather than handed on."""
+    """Whether the stream is read or added to in the module, rather than only passed on."""
     gates = [value for value in vars(module).values() if isinstance(value, Gate)]
     return any(entry.adds for gate in gates for entry in gate.entries) or any(not gate.entries for gate in gates)
 
 
 def undo(module: nn.Module) -> None:
-    """Make a rewritten module what it was."""
+    """Restore a rewritten module."""
     if is_edited(module):
         uninstall(module)
     for path in module.__dict__.pop(NORMS, {}):

@@ -1,4 +1,4 @@
-"""Pass: what changes in the functions of an attention whose queries, keys and values read the stream apart."""
+"""Pass: plan the functions of an attention whose queries, keys and values read the stream separately."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rewire.passes.finding.projections import Projections
 def plan_attention(
     carriers: Carriers, number: int, width: int | None, projections: Projections, separate_norms: bool
 ) -> None:
-    """Let each projection of the attention of a residual add have its own read; the norms before it, perhaps copies.
+    """Give each projection of an attention its own read, and if wanted copy the norms before it.
 
     Raises:
-        UnsupportedTopology: they cannot be taken apart; or there is no norm to copy.
+        UnsupportedTopology: the three cannot be taken apart; or there is no norm to copy.
     """
     try:
         copied = _Attention(carriers, number, width, projections).plan(separate_norms)
@@ -39,7 +39,7 @@ def plan_attention(
         )
 
 
-#: The call of a module that projects, or of a helper that does; or the product itself.
+#: A projection: the call of a module, or of a helper that multiplies; or the product itself.
 _Call: TypeAlias = Scope | Op
 
 
@@ -49,7 +49,7 @@ class _Attention:
         self.add, self.width, self.projections = carriers.adds[number], width, projections
 
     def plan(self, separate_norms: bool) -> int:
-        """Plan the edits; the number of norms that are copied."""
+        """Plan the edits; return the number of norms that are copied."""
         state, calls = self.add.state, self._projection_calls()
         entries = {op for _, ops in calls for op in ops}
         way: set[Op] = set().union(*(between(state, op) for op in entries)) - {state}
@@ -83,7 +83,7 @@ class _Attention:
         return copied
 
     def _copy(self, function: FunctionPlan, scope: Scope, op: Op) -> bool:
-        """Let keys and values have a copy of the module that ``op`` is part of in ``scope``, if that has weights."""
+        """Copy the module that ``op`` belongs to in ``scope`` for keys and values, if it has weights."""
         inside = [inner for inner in op.scope.chain() if inner.parent is scope]
         if inside and not inside[0].helper:
             path, module = inside[0].path, inside[0].module
@@ -97,7 +97,7 @@ class _Attention:
         return True
 
     def _projection_calls(self) -> list[tuple[_Call, list[Op]]]:
-        """The calls of projections in a branch, with what they project of the stream's value."""
+        """The calls of projections in a branch, each with the values that it projects."""
         found: dict[_Call, list[Op]] = {}
         for op in self.add.region:
             call = self._call_of(op)
@@ -118,7 +118,7 @@ class _Attention:
 
     @functools.cached_property
     def _helpers(self) -> dict[Scope, str]:
-        """Calls of functions that multiply by one of the three weights alone, and the name of that one."""
+        """Calls of functions that multiply by one of the three weights only -> the name of that weight."""
         found: dict[Scope, set[str]] = {}
         for op in self.add.region:
             name = weight_of(op)
@@ -128,13 +128,13 @@ class _Attention:
         return {scope: names.pop() for scope, names in found.items() if len(names) == 1}
 
     def _name(self, call: _Call) -> str:
-        """Its own among `Projections.ways`."""
+        """The projection's name in `Projections.ways`."""
         if isinstance(call, Op):
             return weight_of(call)
         return self._helpers.get(call, call.path)
 
     def _reader(self) -> Scope:
-        """The function in which the stream is read for an attention."""
+        """The function in which an attention reads the stream."""
         users = [user for user in self.flow.users[self.add.state] if user in self.add.region]
         scopes = around(user.scope.chain() for user in users)
         while scopes and scopes[-1] not in self.carriers.scopes:
@@ -144,13 +144,13 @@ class _Attention:
         return scopes[-1]
 
     def _hand_down(self, reads: Scope, projection: _Call, values: set[Op], ways: set[Op]) -> None:
-        """Hand what was read to the function that calls a projection.
+        """Pass the read on to the function that calls a projection.
 
         Args:
             reads: the function that reads the stream.
             projection: the call.
-            values: the state, and what stands between it and this projection.
-            ways: and the others.
+            values: the state, and the values between it and this projection.
+            ways: the state, and the values between it and all projections.
         """
         scope: Scope | None = _caller(projection)
         while scope is not None and scope is not reads:
@@ -158,7 +158,7 @@ class _Attention:
             brought = {op for ops in scope.arguments.values() for op in ops} & values
             if not brought or scope.parent is None:
                 raise EditError(f"the value that it reads does not come into {function.text.where()} as an argument")
-            last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
+            last = max(brought, key=lambda op: op.index)  # not the shortcut, which may be passed as well
             names = [name for name, ops in scope.arguments.items() if last in ops]
             width = None if self._reads_more(scope, last, ways) else self.width
             for name in names:
@@ -169,15 +169,15 @@ class _Attention:
             scope = scope.parent
 
     def _reads_more(self, scope: Scope, value: Op, values: set[Op]) -> bool:
-        """Whether a function reads what comes in for something else than projections, a gate say: as the residual.
+        """Whether a function reads the value for something besides projections, such as a gate: then as the residual.
 
-        That does not come in where the three are one tensor (`SeparateInputs.through`).
+        That value is not passed where the three are one tensor (`SeparateInputs.through`).
         """
         users = (user for user in self.flow.users[value] if scope.holds(user.scope) and user not in values)
         return any(self._call_of(user) is None for user in users)
 
     def _called(self, scope: Scope) -> ast.Call:
-        """The expression that makes a call; a checkpoint around it gets what was read, too."""
+        """The expression of a call; a checkpoint around it gets the read, too."""
         call, outer = self.sources.call(scope, itself=True), self.sources.call(scope)
         if outer is not call and scope.parent is not None:
             at = span_of(outer)
@@ -202,7 +202,7 @@ class _Attention:
 
 
 def _caller(call: _Call) -> Scope:
-    """The call in which it stands."""
+    """The call that contains the projection."""
     scope = call.scope if isinstance(call, Op) else call.parent
     assert scope is not None
     return scope

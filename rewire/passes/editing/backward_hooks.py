@@ -1,4 +1,4 @@
-"""Backward hooks of modules that streams pass: torch calls them for tensors alone, so that they are refused."""
+"""Backward hooks on modules that streams pass. torch calls them for tensors only, so rewire refuses them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHY = (
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Refuse a module that has some already.
+    """Refuse a module that has backward hooks.
 
     Raises:
-        EditError: it has.
+        EditError: it has some.
     """
     gate = _passed(module)
     if gate is not None and any(backward_hooks(module)):
@@ -40,7 +40,7 @@ def _refusing(name: str) -> Callable[..., Any]:
     return register
 
 
-#: For generated classes, the methods that register backward hooks: they refuse where a stream passes.
+#: Methods of generated classes that register backward hooks: they refuse where a stream passes.
 REFUSING = {
     name: _refusing(name)
     for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
@@ -48,5 +48,5 @@ REFUSING = {
 
 
 def _passed(module: nn.Module) -> Gate | None:
-    """The gate by which a stream comes into a module or goes out of it, if there is one."""
+    """The gate through which a stream enters or leaves a module, if there is one."""
     return next((gate for gate in vars(module).values() if isinstance(gate, Gate) and gate.passes_stream), None)

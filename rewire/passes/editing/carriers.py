@@ -1,7 +1,7 @@
 """Pass: which calls carry a trunk's stream, and which of their functions are entered.
 
-A function is *entered* if its own code adds to the stream, or reads it: its variables hold tensors, and a `Depth` holds
-the stream. A function that only hands the stream on, to the blocks that it calls, stays as it is.
+A function is *entered* if its own code adds to the stream or reads it: its variables then hold tensors, and a `Depth`
+holds the stream. A function that only passes the stream on to the blocks that it calls stays as it is.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Carriers:
     """The calls that carry the stream of one trunk.
 
     Args:
-        found: what was found in the flow.
+        found: the search result for the flow.
         name: of the trunk.
-        sources: what is written for the calls.
-        others: functions that hold tensors where streams run, because of other trunks.
+        sources: the source text of the calls.
+        others: functions that other trunks enter.
 
     Attributes:
-        stage: for values of the stream, the number of adds before.
-        on_way: operations of the stream's own way.
-        in_post: those of which the next state is yet to be made.
+        stage: values of the stream -> number of adds before.
+        on_way: operations on the stream itself.
+        in_post: operations after an add from which the next state has yet to be made.
         begin: the call in which the stream starts.
-        first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
-        read_below: whether what `begin` calls is the first to read it.
+        first: the block with which it starts, if that is another call: called alone, it begins a stream, too.
+        read_below: whether a function called by `begin` is the first to read the stream.
         scopes: the calls, outermost first.
-        entered: those whose functions are entered.
-        outside: functions of theirs that also run on other values than streams.
+        entered: the calls whose functions are entered.
+        outside: functions of these calls that also run without a stream.
     """
 
     def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
@@ -50,12 +50,12 @@ class Carriers:
         self._values()
         self.begin = self.first = self._beginning()
         self.read_below = False
-        self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
+        self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()
         if not all(_is_container(scope) for scope in self.scopes if scope not in self.entered):
-            self.outside = set()  # which would not notice that it lost a stream: then none may run without one
+            self.outside = set()  # they would not notice a lost stream, so that no function may run without one
 
     def _values(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
@@ -69,16 +69,16 @@ class Carriers:
             self.stage.update(dict.fromkeys(add.post, number + 1))
 
     def _beginning(self) -> Scope:
-        """The innermost call that holds the first add and all that its branches read the stream with."""
+        """The innermost call that contains the first add and all reads of its branches from the stream."""
         first = self.adds[0]
         users = (user for op in (first.state, *casts_of(first)) for user in self.flow.users[op])
         readers = (user for user in users if user in first.region or user in self.on_way)
         return around(op.scope.chain() for op in (first.op, *readers))[-1]
 
     def _carriers(self) -> list[Scope]:
-        """Calls that the stream runs through, outermost first: within the innermost one that holds it whole."""
+        """The calls that the stream runs through, outermost first, from the innermost one that contains all of it."""
         home = around(scope.chain() for scope in (self.begin, *(add.op.scope for add in self.adds)))
-        while self._is_function(home[-1]):  # what calls it has to call another function
+        while self._is_function(home[-1]):  # its caller has to call another function
             home.pop()
         found: dict[Scope, None] = {}
         for scope in (self.begin, *self._casting(), *(add.op.scope for add in self.adds)):
@@ -86,9 +86,9 @@ class Carriers:
         return list(found)
 
     def _casting(self) -> list[Scope]:
-        """Calls that add nothing, and cast or view the stream's value, of functions that add to it in other calls.
+        """Calls without an add that cast or view the stream's value, of functions that do add in other calls.
 
-        So does the first block of Mamba: ``residual`` is None there, and is made of what it gets.
+        The first block of Mamba is such a call: its ``residual`` is None, and is made from its input.
         """
         adding = {scope for add in self.adds for scope in add.op.scope.outward()}
         posts = {scope for add in self.adds for op in add.post for scope in op.scope.outward()}
@@ -99,13 +99,13 @@ class Carriers:
         return [call for call in calls if call.code in code and call not in adding and call not in posts]
 
     def _is_function(self, scope: Scope) -> bool:
-        """Whether it is the call of a helper that is no method."""
+        """Whether a call is of a helper that is no method."""
         return scope.helper and scope.parent is not None and not self.sources.function(scope)[2]
 
     def _entered(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
         while (self.begin.path, self.begin.code) in self.outside and self._has_text(above := self.begin.parent):
-            self.begin = self.first = above  # which calls it on other values, too, and knows the one
+            self.begin = self.first = above  # it runs without a stream elsewhere, and knows which call is which
         entered = {self.begin, *(add.op.scope for add in self.adds)}
         for op, stage in self.stage.items():
             for user in self.flow.users[op]:
@@ -115,25 +115,25 @@ class Carriers:
                 if stage or self.begin.holds(scope):
                     entered.add(scope)
         helpers = {scope for scope in self.scopes if self._is_function(scope) and scope not in entered}
-        helpers = {scope for scope in helpers if self._hands_on(scope)}  # several trunks may begin in what one calls
+        helpers = {scope for scope in helpers if self._hands_on(scope)}  # their callees may begin several trunks
         entered.update(scope for scope in self.scopes if self._is_function(scope))
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
             entered.add(home)
             self.begin, self.read_below = home, True
         if not_run([self.flow], self.trunk):
-            entered.add(home)  # one that runs later will not return the stream, and is noticed there
+            entered.add(home)  # blocks that run later will not return the stream, which is noticed there
         if self.trunk.loops and not _is_container(home):
-            entered.add(home)  # which notices that more passes run
+            entered.add(home)  # it notices further passes
         for scope in self.scopes:
             if (scope.path, scope.code) in self.others or (scope not in entered and not self._hands_on(scope)):
                 entered.add(scope)
             elif self.outside and not _is_container(scope) and self._has_text(scope):
-                entered.add(scope)  # so that it notices if it loses the stream, with which others run and without
+                entered.add(scope)  # so that it notices a lost stream
         for scope in reversed(self.scopes):
             if scope in entered and scope.parent in self.scopes and self._is_function(scope):
-                entered.add(scope.parent)  # which has to call another function
-        functions = {(scope.path, scope.code) for scope in entered}  # one text for all calls of a function
+                entered.add(scope.parent)  # it has to call another function
+        functions = {(scope.path, scope.code) for scope in entered}  # all calls of a function share one text
         entered.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
         for scope in reversed(self.begin.chain()[:-1]):
             brings = scope in entered - helpers and self.brought(scope, self.chain.entry, 0)
@@ -142,10 +142,10 @@ class Carriers:
         return [scope for scope in self.scopes if scope in entered]
 
     def _may_skip_the_first(self, home: Scope) -> bool:
-        """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""
+        """Whether a function may skip the block with which the stream begins: then it begins before that block."""
         first = next((scope for scope in self.begin.chain() if scope.parent is home), None)
         entry = self.chain.entry
-        if first is None or home.code is None or first.holds(entry.scope):  # the block makes the first state itself
+        if first is None or home.code is None or first.holds(entry.scope):  # the block itself makes the first state
             return False
         if not home.holds(entry.scope) and not self.brought(home, entry, 0):
             return False
@@ -155,13 +155,13 @@ class Carriers:
             return False
 
     def _hands_on(self, scope: Scope) -> bool:
-        """Whether a function does nothing with the stream but hand it from block to block."""
+        """Whether a function only passes the stream on from block to block."""
         if _is_container(scope):
             return True
         try:
             text = self.sources.text(scope)
         except EditError:
-            return True  # what reads the stream there gets its value, or an error
+            return True  # code that reads the stream there gets its value, or an error
         children = [child for child in self.scopes if child.parent is scope and child.call is not None]
         given = {name for name, ops in scope.arguments.items() if not self.stage.keys().isdisjoint(ops)}
         return hands_on(text, [self.sources.call(child) for child in children], given)
@@ -176,7 +176,7 @@ class Carriers:
         return True
 
     def brought(self, scope: Scope, value: Op | None, start: int) -> list[str]:
-        """The parameters that are the stream's value when the function is called."""
+        """The parameters that hold the stream's value when the function is called."""
         wanted = {value} if value is not None else {op for op, stage in self.stage.items() if stage == start}
         return [name for name, ops in scope.arguments.items() if name and not wanted.isdisjoint(ops)]
 
@@ -189,7 +189,7 @@ class Carriers:
 
 
 def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
-    """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
+    """Functions that also run without the trunk's stream: some call of theirs makes none of the adds."""
     adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
     return {(scope.path, scope.code) for scope in found.flow.calls if scope not in adding}
 
@@ -199,7 +199,7 @@ def _is_container(scope: Scope) -> bool:
 
 
 def casts_of(add: Add) -> list[Op]:
-    """The casts and views that make an add's shortcut of the state, in order."""
+    """The casts and views that turn an add's state into its shortcut, in order."""
     ops: list[Op] = []
     op = add.shortcut
     while op is not add.state:

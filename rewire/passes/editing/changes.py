@@ -1,4 +1,4 @@
-"""Stretches of a text that are written anew, one inside the other."""
+"""Changes to stretches of a text, which may be nested."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rewire.errors import EditError
 
-#: Writes the text between two characters, with the changes inside it.
+#: Renders the text between two characters, with the changes inside it.
 Render = Callable[[int, int], str]
 
 
@@ -17,10 +17,10 @@ class Change:
     """A stretch of the text, and what to write in its place.
 
     Attributes:
-        start, end: its first character, and the one behind its last.
-        write: makes the new text, from a function that renders what is inside.
+        start, end: its first character, and the one after its last.
+        write: makes the new text, given a function that renders the inside.
         argument: whether it is around an argument of a call.
-        indent: of a new line; of several in one place, those of inner blocks come first.
+        indent: of a new line. Among several lines in one place, those of inner blocks come first.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Change:
 
 
 def rendered(text: str, changes: Sequence[Change]) -> str:
-    """The text with all changes, those inside others included.
+    """The text with all changes, nested ones included.
 
     Raises:
         EditError: two changes exclude each other.

@@ -30,7 +30,7 @@ def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
 
 
 def plain_parameters(model: nn.Module) -> int:
-    """How many parameters a model has that are not of connections; those that are tied count where they are used."""
+    """The number of a model's parameters that are not connection weights; tied ones count once for each use."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return sum(CONNECTIONS not in name.split(".") for name in names)
 
@@ -45,7 +45,7 @@ def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
 
 
 def drop_copies(model: nn.Module) -> None:
-    """Let one norm serve queries, keys and values again."""
+    """Remove the copies of norms: one norm serves queries, keys and values again."""
     for module in model.modules():
         if isinstance(children_of(module).get(CONNECTIONS), SeparateNorms):
             del children_of(module)[CONNECTIONS]
@@ -58,7 +58,7 @@ def place(trunk: Trunk) -> str:
 
 
 class StreamsToTensors:
-    """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
+    """Forward hook that turns hidden states, which a model collected between the blocks of ``trunks``, into tensors."""
 
     takes_streams = True
 
@@ -72,8 +72,8 @@ class StreamsToTensors:
 def convert_collected(model: nn.Module, trunk: Trunk) -> None:
     """Hook the modules that may return collected hidden states of a trunk.
 
-    That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
-    forward does the collecting.
+    These are the module that calls the blocks, and in Hugging Face models the nearest model around it, whose decorated
+    forward collects them.
     """
     parts = trunk.owner.split(".") if trunk.owner else []
     above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]

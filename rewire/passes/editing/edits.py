@@ -1,4 +1,4 @@
-"""What changes in the functions of a model, as data: the planner makes it, the editor writes it."""
+"""Changes in the functions of a model as data: the planner makes them, the editor writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewire.code.functions import Decorated
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
 
-#: A chain of attributes of ``self``, as it is written: ``self.norm``.
+#: A chain of attributes of ``self`` as it is written: ``self.norm``.
 Written: TypeAlias = str
 
 
@@ -21,12 +21,12 @@ class Parameter:
 
     Attributes:
         name: of the parameter.
-        trunk: number of the trunk among those of the function.
-        norm: what reads it first.
+        trunk: index of the trunk among those of the function.
+        norm: the norm that is the first to read it.
         qkv: whether it brings values for queries, keys and values, rather than the stream.
-        width: in that case, channels of each, if they are known.
-        post: whether the next state is yet to be made of what it brings.
-        item: of a tuple of tensors, the number of the one at which the trunk starts.
+        width: in that case, the number of channels of each, if known.
+        post: whether it brings a value from which the next state has yet to be computed.
+        item: for a tuple of tensors, the index of the one at which the trunk starts.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Open:
 
     Attributes:
         at: the expression.
-        trunk: number of the trunk among those of the function.
-        norm: what reads the value first.
-        item: of a call that returns several tensors, the number of the one that it is.
-        index: the same for all that it returns, where nobody saw which are tensors.
-        overwritten: whether the first add writes to it in place.
+        trunk: index of the trunk among those of the function.
+        norm: the norm that is the first to read the value.
+        item: if a call returns several tensors, the index of the value among them.
+        index: the index among all returned values, if it is unknown which of them are tensors.
+        overwritten: whether the first add overwrites the value in place.
     """
 
     at: Span
@@ -61,11 +61,11 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Push(Open):
-    """An expression that makes the state that follows from the last add.
+    """An expression that makes the next state after an add.
 
     Attributes:
-        more: whether it may be on the way to that state only: other operations may follow, or not.
-        others: numbers of other trunks whose streams pass the expression, one at a time.
+        more: whether further operations may follow before the value is the next state.
+        others: indices of other trunks whose streams pass the expression, one at a time.
     """
 
     more: bool = False
@@ -79,14 +79,14 @@ class Sum:
     Attributes:
         at: the addition.
         first: whether its first operand is the shortcut.
-        inner: an addition inside it that adds a parallel branch, and whether its first operand is the shortcut; ...
-        more: whether another statement adds a parallel branch to it: then it is no residual add by itself.
+        inner: additions inside it that add parallel branches, each with whether its first operand is the shortcut.
+        more: whether another statement adds a parallel branch: then this is only a part of a residual add.
         last: whether its value is returned at once.
-        norm: what reads the value first.
-        site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
-        branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
+        norm: the norm that is the first to read its value.
+        site: number of the function's adds before it; None if that differs between calls, as in a loop.
+        branches: number of parallel branches that a loop adds one by one; the last one completes the residual add.
         part: whether it adds to a part of the value: ``x[rows] += f``.
-        trunks: of which of the function's trunks it is.
+        trunks: indices of its trunks among those of the function.
     """
 
     at: Span
@@ -103,7 +103,7 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A view or a cast of the stream's value; or a product of it with a factor that was 1."""
+    """A view or a cast of the stream's value, or its product with a factor that was 1."""
 
     at: Span
     cast: bool
@@ -112,13 +112,13 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """A helper that is no method, where it is called.
+    """A helper that is no method, at the place of its call.
 
     Attributes:
-        at: what stands for it there.
-        gate: how its gate is written, which is called in its place.
-        always: whether what is written always stands for it: otherwise ``gate.of(..)`` looks, in each call.
-        others: gates of other helpers that it stands for in other calls.
+        at: the expression that names the helper.
+        gate: the source text of the helper's gate, which is called in its place.
+        always: whether the expression always means this helper; otherwise ``gate.of(..)`` checks in each call.
+        others: gates of other helpers that the expression means in other calls.
     """
 
     at: Span
@@ -127,7 +127,7 @@ class Callee:
     others: tuple[str, ...] = ()
 
     def written_for(self, called: str) -> str:
-        """What is called in place of this."""
+        """The source text of what is called in place of ``called``."""
         if self.always:
             return self.gate
         for gate in (self.gate, *self.others):
@@ -141,12 +141,12 @@ class Through:
 
     Attributes:
         at: the call.
-        callee: what takes the place of a helper that is called there, or handed to what is called; None: nothing does.
-        norm: what reads the stream's value first, afterwards.
-        last: whether the function does nothing with what is returned but return it.
-        post: whether the next state is yet to be made of what is returned.
-        kept: tensors among what is returned that are earlier states (U-nets): number of the trunk, and of the tensor.
-        qkv: whether the function holds projections of an attention, and gets what these read.
+        callee: the helper to replace, which is called there or passed to what is called; None if there is none.
+        norm: the norm that is the first to read the stream's value after the call.
+        last: whether the function only returns the call's result.
+        post: whether the next state has yet to be computed from the result.
+        kept: returned tensors that are earlier states (U-nets): index of the trunk, index of the tensor.
+        qkv: whether the called function holds projections of an attention, and gets what these read.
     """
 
     at: Span
@@ -160,14 +160,14 @@ class Through:
 
 @dataclasses.dataclass(frozen=True)
 class Apply:
-    """An expression on the way from what was read to a branch.
+    """An expression between a read and its branch.
 
     Attributes:
-        at: where it stands.
-        norm: whether it is the call of a norm, which may be computed with the read; else it is computed for queries,
-            keys and values each.
-        calls: whether it calls a function or a module of the user's, rather than a method of a tensor.
-        joins: whether it is of several values on the way: ``x.masked_scatter(mask, self.norm(x[mask]))``.
+        at: the expression.
+        norm: whether it calls a norm that may be computed with the read; otherwise it runs for queries, keys and values
+            separately.
+        calls: whether it calls a function or a module, rather than a method of a tensor.
+        joins: whether it takes several values that come from the read: ``x.masked_scatter(mask, self.norm(x[mask]))``.
     """
 
     at: Span
@@ -183,10 +183,10 @@ class Project:
     Attributes:
         at: the call, or the product.
         way: ``q``, ``k`` or ``v``; ``fused``, or ``qkv`` for a torch.nn.MultiheadAttention.
-        groups, sizes: of a fused one.
+        groups, sizes: the layout of a fused one.
         module: how a projection that is a module is written in a method of the function's own: ``self.q_proj``; else
             empty.
-        others: where one call is of several projections, the others and their ways.
+        others: if one call stands for several projections, the others and their ways.
     """
 
     at: Span
@@ -199,11 +199,11 @@ class Project:
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """A statement behind which trunks have ended: a stream that is left in these variables has not.
+    """A statement after which trunks have ended; streams that are left in these variables are not complete.
 
     Attributes:
         names: of the variables.
-        trunks: which of the function's trunks.
+        trunks: indices of the trunks among those of the function.
     """
 
     at: Span
@@ -216,27 +216,27 @@ Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Proje
 
 @dataclasses.dataclass(eq=False)
 class FunctionPlan:
-    """What changes in one function of one module.
+    """The edits of one function of one module.
 
     Attributes:
         path: of the module.
-        name: of the method or function; ``forward`` for most.
+        name: of the method or function; mostly ``forward``.
         decorated: the function.
         text: its source.
-        method: whether it is a method of the module's class; else a function that another one calls.
-        substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
-        edits: by where they are.
-        adds: for each trunk, position of the stream when the function is called -> adds that it makes.
-        begins: the trunks that begin in it, and where: the names of parameters, or the place of an expression.
-        begins_inside: those that begin, in some calls, in what it calls.
-        read_below: those that begin in it, and are read by what it calls first.
-        norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
-        outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
-        ran: expressions that ran when the model was looked at.
-        copied: paths, from the model's root, of norms that keys and values get copies of.
-        passed: calls, and the numbers of the trunks whose streams go through them.
-        given: calls, and the numbers of the trunks of which they read the present state, and no more.
-        posts: for each number of a trunk, when next states were yet to be made: the flow, first and last operation.
+        method: whether it is a method of the module's class; otherwise it is a helper.
+        substituted: whether it replaces the class's own method (see `Pattern.forwards`).
+        edits: by kind and place.
+        adds: for each trunk: number of adds before a call of the function -> number of adds that the call makes.
+        begins: where trunks begin in it: names of parameters, or the place of an expression.
+        begins_inside: trunks that, in some calls, begin in a function that it calls.
+        read_below: trunks that begin in it, and whose first reader is a function that it calls.
+        norms: paths, below the module, of norms that follow a read, and why one cannot be fused.
+        outside: for each trunk, whether some calls have no stream, in all flows.
+        ran: expressions that ran.
+        copied: paths, from the model's root, of norms that are copied for keys and values.
+        passed: calls -> indices of the trunks whose streams go through them.
+        given: calls -> indices of the trunks whose present state they only read.
+        posts: trunk index -> when its next states were being computed: the flow, first and last operation.
     """
 
     path: str
@@ -264,26 +264,26 @@ class FunctionPlan:
 
     @property
     def entered(self) -> bool:
-        """Whether its variables hold tensors where streams run."""
+        """Whether the function holds tensors where streams run."""
         return any(not isinstance(edit, Reach) for edit in self.edits.values())
 
     @property
     def ordered(self) -> bool:
-        """Whether each of its adds has one place among them: then the stream tells which one a call left out."""
+        """Whether each of its adds has a fixed position, so that the stream can tell which one a call skipped."""
         return all(edit.site is not None for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more)
 
     @property
     def gate(self) -> str:
-        """Attribute of the module that holds the gate of this function."""
+        """The module's attribute that holds the gate of this function."""
         return gate_of(self.name)
 
     @property
     def parameter(self) -> str:
-        """Name of the first parameter that a helper which is no method gets: its gate."""
+        """Name of the first parameter of a helper that is no method: its gate."""
         return self.text.unused("gate")
 
     def helper(self, gate: str) -> str:
-        """How the gate of a function that this one calls is written in it."""
+        """The source text for a called function's gate."""
         if not self.method:
             return f"{self.parameter}.helpers['{gate}']"
         if not self.text.receiver:
@@ -294,7 +294,7 @@ class FunctionPlan:
         """Add an edit.
 
         Raises:
-            EditError: the same expression would have to be two things.
+            EditError: the expression would have to be edited in two ways.
         """
         known = self.edits.get(key)
         if known is not None and known != edit:
@@ -307,7 +307,7 @@ class FunctionPlan:
         self.edits[key] = edit
 
     def _at_once(self, one: Edit, other: Edit) -> bool:
-        """Whether two streams wait for their next states at the same time: nothing would tell which one gets it."""
+        """Whether two streams would wait for their next states at once: nothing would tell which one gets it."""
         if not (isinstance(one, Push) and isinstance(other, Push)):
             return False
         mine, theirs = ({number for push in pair for number in (push.trunk, *push.others)} for pair in ([one], [other]))
@@ -315,7 +315,7 @@ class FunctionPlan:
         return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a, b in times)
 
     def _parts(self, one: Edit, other: Edit) -> str:
-        """What an expression would have to be, in words."""
+        """The conflicting roles of an expression, in words."""
         if isinstance(one, Project) and isinstance(other, Project):
             return "several projections with weights: give each of queries, keys and values an expression of its own"
         streams = {self.trunks[edit.trunk] for edit in (one, other) if self.trunks and hasattr(edit, "trunk")}
@@ -343,7 +343,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Sum):
         of_both = tuple(sorted({*a.trunks, *b.trunks}))
         a, b = dataclasses.replace(a, trunks=of_both), dataclasses.replace(b, trunks=of_both)
-    if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
+    if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts there in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
     loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None, "joins": True}
@@ -356,7 +356,7 @@ def _merged(a: Any, b: Any) -> Any:
 
 
 def _either(a: Callee | None, b: Callee | None) -> Callee | None:
-    """What stands for one helper in one call, and for another, or for what is not edited, in another."""
+    """The callee of a place that names different helpers, or one that is not edited, in different calls."""
     if a is None or b is None or a.always or b.always or a.at != b.at:
         return a or b
     gates = dict.fromkeys([a.gate, *a.others, b.gate, *b.others])
@@ -364,12 +364,12 @@ def _either(a: Callee | None, b: Callee | None) -> Callee | None:
 
 
 def _of_both(a: Push, b: Push) -> tuple[Push, Push]:
-    """Two pushes, as what both streams do there; in one of two calls another function may go on."""
+    """Two pushes, each for the trunks of both; if in either further operations may follow, in both."""
     trunk, *others = sorted({a.trunk, *a.others, b.trunk, *b.others})
     both: dict[str, Any] = {"trunk": trunk, "others": tuple(others), "more": a.more or b.more}
     return dataclasses.replace(a, **both), dataclasses.replace(b, **both)
 
 
-#: Path of a module, and code of a function.
+#: Path of a module, and code of a function in it.
 Key: TypeAlias = tuple[str, CodeType]
 Plans: TypeAlias = dict[Key, FunctionPlan]

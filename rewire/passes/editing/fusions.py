@@ -1,4 +1,4 @@
-"""The norms that may be computed together with a read of the stream."""
+"""The norms that a kernel may compute together with a read of the stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Fusion:
     """A norm that follows a read of the residual stream.
 
     Attributes:
-        module: path of the norm; in a flat graph, of the module that it ran in.
+        module: path of the norm; in a flat graph, of the module in which it ran.
         obstacle: why kernels do not compute it together with the read; None if they do.
     """
 
@@ -24,10 +24,10 @@ class Fusion:
 
 
 def fusions(model: nn.Module) -> list[Fusion]:
-    """The norms of a rewired model that follow a read of the residual stream, and what stands in the way of fusing.
+    """The norms of a rewired model that follow a read of the residual stream, and what prevents fusion.
 
     A fused norm is computed by the kernel that computes what it reads (on CUDA devices, for widths up to 8192). Hooks
-    on a norm, an FSDP group of its own, or another module in its place forbid it: then it is called as usual.
+    on a norm, an FSDP group of its own, or another module in its place prevent that: then it is called as usual.
 
     Args:
         model: a rewired model, in its present state.

@@ -1,4 +1,4 @@
-"""The gate of a helper that is no method: it is called in the helper's place, and makes its edited function anew."""
+"""The gate of a helper that is no method. It is called in the helper's place, and can rebuild its edited function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewire.torch_internals import uncompiled
 
 
 class HelperGate(Gate):
-    """That of a helper that is no method.
+    """The gate of a helper that is no method.
 
     Args:
         block, where, entries: as for `Gate`.
@@ -33,20 +33,20 @@ class HelperGate(Gate):
         self.original, self.source = original, source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles make the edited function anew: it cannot be imported."""
+        """Let copies and pickles rebuild the edited function, which cannot be imported."""
         made_of = self.block, self.where, self.entries, Reference(self.original), self.source, self.advice
         return _made_again, made_of, {"helpers": self.helpers}
 
     def of(self, called: Any) -> Any:
-        """What to call in place of a closure, a partial or an object with a ``__call__``, if it is still that found."""
+        """The replacement for a closure, a partial or an object with a ``__call__``, if it still is the helper."""
         if isinstance(called, functools.partial):
             return functools.partial(self.of(called.func), *called.args, **called.keywords)
         function, bound = function_of(uncompiled(called))
         same = function is not None and function.__code__ == self.original.__code__
         if function is None or not same or function.__globals__ is not self.original.__globals__:
-            return called  # another one by now: the stream will miss its residual adds, and say so
+            return called  # it is another function now: the stream will miss its residual adds and say so
         edited = self.edited
-        if function is not self.original:  # that is a stand-in: cells and defaults are those of what is called
+        if function is not self.original:  # the original is a stand-in: take cells and defaults from what is called
             cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
             edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
         return functools.partial(edited, self, *bound)

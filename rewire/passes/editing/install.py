@@ -28,7 +28,7 @@ from rewire.torch_internals import forward_hooks, forward_pre_hooks
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
-    """Make the texts the methods of ``module``, in place; ``shared``: equal modules get the same class.
+    """Make the texts methods of ``module``, in place; ``shared``: equal modules get the same class.
 
     Raises:
         EditError: the class cannot be derived from.
@@ -44,7 +44,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def edited_function(original: FunctionType, source: str) -> FunctionType:
-    """``original`` with another text; its globals, closure and defaults."""
+    """``original`` with another text, and its own globals, closure and defaults."""
     code = _compiled(original, source)
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     return clone(original, code.replace(), tuple(cells[name] for name in code.co_freevars))
@@ -58,9 +58,9 @@ def _compiled(original: FunctionType, source: str) -> CodeType:
     if source not in known:
         first = original.__code__.co_firstlineno
         name = f"{original.__code__.co_filename} (rewired {abs(hash(source)):x})"
-        shown(name, source, first)  # tracebacks, inspect.getsource and debuggers find the text here
+        shown(name, source, first)  # so that tracebacks, inspect.getsource and debuggers find the text
         code = compiled(original, source, first, name)
-        assert code is not None  # edits leave the function's name
+        assert code is not None  # edits keep the function's name
         known[source] = code
     return known[source]
 
@@ -106,7 +106,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         generated: type = metaclass(base.__name__, (base,), members)
     except Exception as error:
         raise EditError(f"{base.__name__} cannot be derived from ({type(error).__name__}: {error})") from error
-    for edited in methods:  # afterwards: bases may decorate the methods of new subclasses, and ours are decorated
+    for edited in methods:  # after creation: bases may decorate the methods of new subclasses, and ours are decorated
         original = edited.original(base)
         assert original.function is not None
         setattr(generated, edited.name, redecorated(original, edited_function(original.function, edited.source)))
@@ -114,9 +114,9 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
 
 
 def _own_code(cls: type) -> None:
-    """Give the forward that a subclass of a generated class gets a code object of its own.
+    """Give the forward of a subclass of a generated class its own code object.
 
-    transformers wraps the forward of each subclass of its layers, FSDP2's too, and all these wrappers share their code.
+    transformers and FSDP2 wrap the forward of each subclass of their layers, and these wrappers share their code.
     """
     forward = vars(cls).get("forward")
     if isinstance(forward, FunctionType):
@@ -124,8 +124,8 @@ def _own_code(cls: type) -> None:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy by making the class anew: a generated class cannot be imported."""
-    state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
+    """Let pickle and copy rebuild the class: a generated class cannot be imported."""
+    state = self.__getstate__()  # without the result of `self.compile()`, which calls this module, not the copy
     return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), SHARED)), state
 
 

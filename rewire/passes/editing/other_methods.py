@@ -1,4 +1,4 @@
-"""Pass: say which methods make a block's residual adds in another way, as `forward_streaming` may, and stay plain."""
+"""Pass: find methods that make a block's residual adds in another way (`forward_streaming`), and stay plain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewire.torch_internals import children_of
 
 
 def warn_of_other_methods(found: Found, plans: Plans) -> None:
-    """Warn of methods of rewired blocks that add what their branches make, and that no run went through."""
+    """Warn of methods of rewired blocks that make the block's adds, too, but did not run."""
     ran, told = {call.code for finding in found.findings for call in finding.flow.calls}, set[CodeType]()
     for plan in plans.values():
         adds = plan.method and any(kind == "sum" for kind, *_ in plan.edits)
@@ -33,7 +33,7 @@ def warn_of_other_methods(found: Found, plans: Plans) -> None:
 
 
 def _others(module: nn.Module, plan: FunctionPlan) -> Iterator[FunctionType]:
-    """The methods of a module that call all branches that the planned one calls, and add something."""
+    """The methods of a module that call all branches of the planned one, and add something."""
     assert plan.decorated.code is not None
     children = {name for name, child in children_of(module).items() if child is not None and not is_norm(child)}
     branches = children.intersection(plan.decorated.code.co_names)
@@ -47,7 +47,7 @@ def _others(module: nn.Module, plan: FunctionPlan) -> Iterator[FunctionType]:
 
 
 def _adds(method: FunctionType, branches: set[str]) -> bool:
-    """Whether a method takes something, names all branches, and adds."""
+    """Whether a method takes an argument, names all branches, and adds."""
     code = method.__code__
     takes = len(inspect.signature(method).parameters) > 1
     steps = dis.get_instructions(code) if takes and branches.issubset(code.co_names) else ()

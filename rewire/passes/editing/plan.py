@@ -1,4 +1,4 @@
-"""Pass: which expressions of which functions change, so that the residual adds of a trunk go through a stream."""
+"""Pass: plan which expressions of which functions change, so that a trunk's residual adds go through a stream."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def plan(
     entered: Collection[Key] = (),
     separate_norms: bool = False,
 ) -> set[Key]:
-    """Add what changes for one trunk of one flow to ``plans``.
+    """Add the edits for one trunk in one flow to ``plans``.
 
     Args:
-        found, name, plans: the flow, the trunk, and what is added to.
-        definitions: functions that take the place of the forwards of modules of these classes.
+        found, name, plans: the flow, the trunk, and the plans to add to.
+        definitions: functions that replace the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
-        entered: functions that hold tensors where streams run, because of other trunks.
+        entered: functions that other trunks enter (see `Carriers`).
         separate_norms: whether the norms before such attentions get copies for keys and values.
 
     Returns:
-        Functions that only hand this trunk's stream on.
+        Functions that only pass this trunk's stream on.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
@@ -94,10 +94,10 @@ class _Planner:
         self.found, self.flow, self.name, self.separate = found, found.flow, name, separate
         self.chain, self.adds = carriers.chain, carriers.adds
         self.carriers, self.sources = carriers, carriers.sources
-        self.made_by_calls: set[tuple[int, Scope, Span]] = set()  # numbers of adds, and calls that make their states
+        self.made_by_calls: set[tuple[int, Scope, Span]] = set()  # (number of an add, scope, call that makes its state)
 
     def run(self) -> set[Key]:
-        """Plan all edits but those of attentions; the functions that only hand the stream on."""
+        """Plan all edits but those of attentions; return the functions that only pass the stream on."""
         carriers, entered = self.carriers, self.carriers.entered
         check_in_place(carriers)
         check_hooked(carriers)
@@ -123,7 +123,7 @@ class _Planner:
         return handed
 
     def _ran(self) -> None:
-        """Note which expressions of entered functions ran: calls that did not may be one of blocks, too."""
+        """Note which expressions of entered functions ran: a call that did not run may call a block, too."""
         plans = {scope: self.sources.plan(scope) for scope in self.carriers.entered}
         for op in self.flow:
             place = op.place
@@ -133,13 +133,13 @@ class _Planner:
                 place = scope.call
 
     def _entry(self, scope: Scope) -> None:
-        """How the stream gets into an entered function, and how many adds it makes."""
+        """Plan how the stream gets into an entered function, and count the adds that the function makes."""
         function = self.sources.plan(scope)
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
         start = inside[0] if inside else self._adds_before(scope)
         if scope is not self.carriers.begin and scope.holds(self.carriers.begin):
             function.adds.setdefault(self.name, {})
-            function.begins_inside.add(self.name)  # the stream starts in what it calls
+            function.begins_inside.add(self.name)  # the stream starts in a function that this one calls
             self._check_one_start(function)
             return
         function.adds.setdefault(self.name, {})[start] = len(inside)
@@ -148,7 +148,7 @@ class _Planner:
         value = self.chain.entry if scope in (self.carriers.begin, self.carriers.first) else None
         names = self.carriers.brought(scope, value, start)
         if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
-            return  # another place comes after it
+            return  # the stream starts at a later place
         if scope is self.carriers.begin and self.carriers.read_below:
             function.read_below.add(self.name)
         sums = {add.op for add in self.adds}
@@ -181,7 +181,7 @@ class _Planner:
             function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
-        """Refuse a first state that a lambda or a comprehension makes, which makes others, too."""
+        """Refuse a first state that a lambda or a comprehension makes among others."""
         if value.place is None or scope.code is None or value.place[0] not in scope.code.co_consts:
             return
         runs = [op for op in self.flow if scope.holds(op.scope) and op.place == value.place and op.name == value.name]
@@ -192,7 +192,7 @@ class _Planner:
             )
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
-        """Refuse a trunk that starts with a parameter where another one does, or may: nothing would tell them apart."""
+        """Refuse a parameter at which another trunk starts, or may start, too: nothing would tell them apart."""
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
             other = function.edits.get(("parameter", name, number))
@@ -207,14 +207,14 @@ class _Planner:
                     raise EditError(f"the function at {function.text.where()} adds to another stream, too")
 
     def _number_made(self, value: Op, scope: Scope) -> int | None:
-        """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
+        """The index of ``value`` among the tensors that an expression in ``scope`` makes; None if it makes no other."""
         if value.scope is not scope:
             return self._number_returned(value, scope)
         made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
         return made.index(value) if len(made) > 1 and value.place is not None else None
 
     def _number_returned(self, op: Op, scope: Scope) -> int | None:
-        """Which of the tensors that a call in ``scope`` returns ``op`` makes; None if the call returns it alone."""
+        """The index of ``op`` among the tensors that a call in ``scope`` returns; None if the call returns it alone."""
         results = _among_results(op, scope)
         if results or op.scope is scope:
             return results.index(op) if op in results else None
@@ -223,7 +223,7 @@ class _Planner:
         return 0 if any(is_one_of_several(text, node) for node in nodes) else None
 
     def _index_returned(self, op: Op, scope: Scope) -> int | None:
-        """The place of what ``op`` makes among all that a helper returns, by its text; None if that does not say so."""
+        """The index of ``op`` among all values that a helper returns, by the helper's text; None if unclear."""
         inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
         if inner is None or inner.results:
             return None
@@ -239,19 +239,19 @@ class _Planner:
         return sum(add.op.index < first for add in self.adds)
 
     def _place_of_start(self, scope: Scope, value: Op, names: list[str]) -> tuple[str, ...] | Span | None:
-        """The parameters, or the expression, that the trunk starts with."""
+        """The parameters, or the expression, at which the trunk starts."""
         if names:
             return tuple(names)
         return self.sources.span(scope, value) if scope.holds(value.scope) else None
 
     def _starts(self, function: FunctionPlan, place: Any) -> bool:
-        """Note where the trunk starts in a function; of two places, in two calls, the later one counts.
+        """Note where the trunk starts in a function. If two calls of it differ, the later place counts.
 
         Returns:
-            Whether that is ``place``.
+            Whether ``place`` is where the trunk starts.
 
         Raises:
-            EditError: the later one does not take up what the earlier one has made.
+            EditError: the later place does not continue the value of the earlier one.
         """
         known = function.begins.setdefault(self.name, place)
         self._check_one_start(function)
@@ -269,9 +269,9 @@ class _Planner:
         return later == place or isinstance(earlier[0], str)
 
     def _check_one_start(self, function: FunctionPlan) -> None:
-        """Refuse a trunk that starts with an expression of a function and, in another call, in what that calls.
+        """Refuse a trunk that starts in an expression of a function and, in another call, in a function called by it.
 
-        One that starts with a parameter is no such case: the parameter is then left as it is (`write`).
+        A trunk that starts at a parameter is no problem: the parameter is then left as it is (`write`).
         """
         place = function.begins.get(self.name)
         if self.name in function.begins_inside and place is not None and not isinstance(place[0], str):
@@ -289,13 +289,13 @@ class _Planner:
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
         function.put(("through", at), Through(at, callee, norm, last, post, kept))
         function.passed.setdefault(at, set()).add(trunk)
-        if child.call is not None and child.call[0] in scope.again:  # what a checkpoint runs may be called without it
+        if child.call is not None and child.call[0] in scope.again:  # it may also be called without checkpoint
             for other in calls_around(function.text, self.sources.call(child, itself=True)):
                 last = self._returned(self.adds[after - 1], scope, [other])
                 function.put(("through", span_of(other)), Through(span_of(other), None, norm, last, post, kept))
 
     def _given(self) -> None:
-        """Note which calls in entered functions read the state, and do not carry the stream: through them others go."""
+        """Note the calls in entered functions that read this trunk's state but carry at most another trunk's stream."""
         carriers = self.carriers
         values = {op for op, stage in carriers.stage.items() if stage < len(self.adds)}
         readers = {user.scope for op in values for user in self.flow.users[op]}
@@ -327,8 +327,8 @@ class _Planner:
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
-        """The operations behind an add, up to the one that makes the next state."""
-        made: dict[tuple[Scope, Span], Op] = {}  # by the expression, the last of what it does
+        """Plan the operations after an add, up to the one that makes the next state."""
+        made: dict[tuple[Scope, Span], Op] = {}  # for each expression, its last operation
         for op in add.post:
             scope = self.carriers.innermost(op)
             if scope is None:
@@ -342,14 +342,14 @@ class _Planner:
                     "before it: make a new tensor there, as `x = x.index_add(..)` does"
                 )
             made[scope, self.sources.span(scope, op)] = op
-        views = {op for (scope, _), op in made.items() if is_view(op) and op.scope is scope}  # of all states
+        views = {op for (scope, _), op in made.items() if is_view(op) and op.scope is scope}  # apply to all states
         state = max((op for op in made.values() if op not in views), key=lambda op: op.index, default=None)
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
             trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
             index = None if item is None else self._index_returned(op, scope)
             around = [o for (where, span), o in made.items() if where is scope and span != at and within(at, span)]
-            unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
+            unseen = item is None and bool(_among_results(op, scope))  # the call keeps the value to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
             if op in views:
                 function.put(("view", at), View(at, False))
@@ -367,9 +367,9 @@ class _Planner:
                 self.made_by_calls.add((number, scope, at))
 
     def _check_made_once(self, state: Op, add: Add, scope: Scope, at: Span) -> None:
-        """Refuse a state that a loop makes in several passes: the text does not say which is the last one.
+        """Refuse a state that a loop makes in one of several passes: the source does not say in which.
 
-        So it is where the others are no states of this stream: skips of a U-net, which one loop adds.
+        The other passes may make values that are no states of this stream: skips of a U-net, added in the same loop.
         """
         place = (scope, state.place)
         between = [op for op in self.flow.ops[add.op.index + 1 : state.index] if op.place is not None]
@@ -391,7 +391,7 @@ class _Planner:
             )
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
-        """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
+        """Whether a function only returns the value of an add, which ``nodes`` make."""
         if add.post or any(scope.holds(user.scope) for user in self.flow.users[add.op]):
             return False
         return only_returned(self.sources.text(scope), nodes)
@@ -404,7 +404,7 @@ class _Planner:
                 if scope is None:
                     raise EditError("the residual stream is reshaped outside the functions that it passes")
                 if self._in_hook(op, scope):
-                    continue  # hooks get tensors, and what they return goes on
+                    continue  # hooks get tensors, and their results are used
                 at = self.sources.span(scope, op)
                 check_drawn(self.carriers, op, scope)
                 beside = op in casts and scope is self.carriers.innermost(add.op)  # else another call gets the result
@@ -413,10 +413,10 @@ class _Planner:
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
     def _of_calls(self, number: int, views: Sequence[Op]) -> int:
-        """How many of the views behind an add, the first ones, a call does to the state that it makes, and to no other.
+        """The number of leading ``views`` that the call which makes the next state applies to that state alone.
 
         Raises:
-            EditError: that is in other dimensions then.
+            EditError: the state then has its dimensions in another order.
         """
         add, scopes = self.adds[number], list[Scope]()
         for op in views:
@@ -435,13 +435,13 @@ class _Planner:
         return len(own)
 
     def _in_hook(self, op: Op, scope: Scope) -> bool:
-        """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""
+        """Whether an operation runs in a hook of a block that ``scope`` calls, and so at the block's call."""
         called = [inner for inner in op.scope.chain() if inner.parent is scope]
         blocks = [child for child in self.carriers.scopes if child.parent is scope and child not in called]
         return any(inner.helper and inner.call == child.call for inner in called for child in blocks)
 
     def _casts(self) -> None:
-        """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""
+        """Plan casts that returned their argument: in another precision they copy the stream's value."""
         for scope, place, op in self.flow.casts:
             if scope in self.carriers.entered and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
                 nodes = self.sources.text(scope).at(*place)
@@ -450,7 +450,7 @@ class _Planner:
                     self.sources.plan(scope).edits.setdefault(("view", at), View(at, True))
 
     def _end(self, entered: Sequence[Scope]) -> None:
-        """Let the function that calls the blocks look behind them whether the stream has ended."""
+        """Let the function that calls the blocks check after them whether the stream has ended."""
         around = [scope for scope in self.carriers.scopes if self.carriers.hold_all(scope)]
         if not around or any(add.op.scope is around[-1] for add in self.adds):
             return
@@ -464,7 +464,7 @@ class _Planner:
             return
         last = behind(function.text, calls)
         if last is not None and home in entered and not is_conditional(function.text, calls):
-            return  # they all run
+            return  # all of them run
         if last is not None:
             function.adds.setdefault(self.name, {})
             for at, names in (last, *returns_in(function.text, *last)):
@@ -472,9 +472,9 @@ class _Planner:
                     function.put(("reach", at), Reach(at, names, (function.trunks.index(self.name),)))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
-        """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
+        """The norm that is first to read the stream's value in ``scope``, if a kernel may compute it with the read."""
         if stage >= len(self.adds) or stage in self.separate or (stage and self.chain.passages[stage]):
-            return None  # what is read first passes a view or a cast
+            return None  # the first reader is a view or a cast
         values = [value or self.adds[stage].state]
         readers = sorted((user for op in values for user in self.flow.users[op]), key=lambda op: op.index)
         for reader in readers:
@@ -487,7 +487,7 @@ class _Planner:
                 continue
             function = self.sources.plan(scope)
             if scope.path and not child.path.startswith(f"{scope.path}."):
-                return None  # it was given as an argument: no module of this one's
+                return None  # the module was passed as an argument
             path = child.path.removeprefix(scope.path).lstrip(".")
             if path not in function.norms:
                 looks = [op for ops in child.arguments.values() for op in ops] == values
@@ -503,16 +503,16 @@ class _Planner:
 
 
 def _replaces(op: Op, add: Add) -> bool:
-    """Whether what follows, up to the next state, reads an operation behind an add, and nothing of its size before it.
+    """Whether the later operations after the add read ``op``, and no earlier value of its size.
 
-    Otherwise it is no state, were it the last one: ``y = w * x`` in ``x = x + y``.
+    Otherwise it could not be the next state: ``y = w * x`` in ``x = x + y``.
     """
     before = {o for o in (add.op, *add.post) if o.index < op.index and same_size(o, add.op)}
     return all(before.isdisjoint(other.inputs) for other in add.post if other.index > op.index)
 
 
 def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[tuple[Span, bool], ...]:
-    """Those of the sums before an addition, the last ones, that are written as operands: ``(x + f) + g``."""
+    """The last sums before an addition, as far as they are written as its operands: ``(x + f) + g``."""
     inner: list[tuple[Span, bool]] = []
     for part in reversed(parts):
         shortcut, _ = addition_at(text, at).operands(first)
@@ -531,19 +531,19 @@ def _two_starts(text: Text) -> EditError:
 
 
 def _variable(text: Text, at: Span) -> str | None:
-    """The variable that gets the value of an expression."""
+    """The variable to which an expression is assigned."""
     nodes = text.nodes.get(at, [])
     return assigned(text, nodes[0]) if nodes else None
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:
-    """What makes the tensors that a call returns, which ``scope`` makes and ``op`` runs in, if it returns several."""
+    """The operations that make what the call around ``op`` in ``scope`` returns, if it returns several tensors."""
     inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
     return inner.results if inner is not None and len(inner.results) > 1 else []
 
 
 def _chain(node: ast.expr, text: Text) -> Written | None:
-    """``self.a.b`` or ``self.a[0]`` as it is written; None for anything else."""
+    """``self.a.b`` or ``self.a[0]`` as it is written; None for any other expression."""
     inner = node
     while isinstance(inner, ast.Attribute) or (
         isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant)

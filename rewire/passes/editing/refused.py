@@ -1,4 +1,4 @@
-"""What cannot be edited, as the run shows before anything is planned; each with where it stands, and what to do."""
+"""What cannot be edited, as a run shows before planning; each error says where it is, and what to do."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rewire.runtime.reentrant import forwards
 
 
 def check_in_place(carriers: Carriers) -> None:
-    """Refuse a state that is written to in place, where the same memory is read under another name, too.
+    """Refuse an in-place write to a state whose memory is read under another name, too.
 
-    The edited forward may make a new tensor there, or hold its states in others.
+    The edited forward may make a new tensor there, or hold its states in other tensors.
     """
     inside = {op for op, stage in carriers.stage.items() if stage < len(carriers.adds)}
     ours = {*carriers.on_way, *inside, *(add.part for add in carriers.adds)}
     for op, holders in carriers.flow.held.items():
         if op is carriers.chain.entry and not carriers.begin.holds(op.scope):
             continue  # nothing is edited there: the stream starts where it is read
-        if op in ours:  # the edit gives the variable there its new value
+        if op in ours:  # the edit assigns the new value to this variable
             target = op.place and (op.place[0], _target(carriers, op))
             found = next((holder for holder in holders if (holder.code, holder.name) != target), None)
         else:
@@ -43,7 +43,7 @@ def check_in_place(carriers: Carriers) -> None:
 
 
 def check_types(function: FunctionPlan, classes: Collection[type]) -> None:
-    """Refuse ``type(block) is Block`` where blocks are edited: then they are of a subclass, and would be left out."""
+    """Refuse ``type(block) is Block`` for edited blocks: their class is a subclass, so the test would be False."""
     for node in ast.walk(function.text.tree):
         if not isinstance(node, ast.Compare) or not any(map(_asks_for_class, (node.left, *node.comparators))):
             continue
@@ -64,7 +64,7 @@ def _asks_for_class(node: ast.expr) -> bool:
 
 
 def check_hooked(carriers: Carriers) -> None:
-    """Refuse a hook on the gradient of a state: blocks read others in its place, whose gradients would not pass it."""
+    """Refuse a hook on the gradient of a state: when blocks read other states, their gradients do not pass it."""
     for op, place in carriers.flow.hooked.items():
         if carriers.stage.get(op, len(carriers.adds)) < len(carriers.adds):
             where, written = written_at(place)
@@ -75,7 +75,7 @@ def check_hooked(carriers: Carriers) -> None:
 
 
 def check_hook(carriers: Carriers) -> None:
-    """Refuse an add that a forward hook makes: a function that is called where a module is, by what is not edited."""
+    """Refuse an add that a forward hook makes: torch calls the hook, where rewire cannot edit."""
     modules = {(call.parent, call.call) for call in carriers.flow.calls if not call.helper and call.call is not None}
     for add in carriers.adds:
         if any(call.helper and (call.parent, call.call) in modules for call in add.op.scope.outward()):
@@ -87,7 +87,7 @@ def check_hook(carriers: Carriers) -> None:
 
 
 def check_drawn(carriers: Carriers, op: Op, scope: Scope) -> None:
-    """Refuse a call that changes the order of a state by what it draws: it would draw for each state anew."""
+    """Refuse a call that reorders a state by random numbers: it would draw anew for each state."""
     called = next((inner for inner in op.scope.chain() if inner.parent is scope), None)
     if called is not None and any(called.holds(drawn.scope) for drawn in carriers.flow.draws):
         text = carriers.sources.text(scope)
@@ -99,7 +99,7 @@ def check_drawn(carriers: Carriers, op: Op, scope: Scope) -> None:
 
 
 def check_whole(value: Op, text: Text, at: Span) -> None:
-    """Refuse a first state that a write to a view changes, where a variable holds the view: ``y += 1``."""
+    """Refuse a first state that is changed through a variable with a view of it: ``y += 1``."""
     target = next(filter(None, map(written_to, text.nodes.get(at, ()))), None)
     changed = value.name == "setitem" and any(source.place == value.place for source in value.inputs)
     if changed and isinstance(target, ast.Name):
@@ -110,7 +110,7 @@ def check_whole(value: Op, text: Text, at: Span) -> None:
 
 
 def _target(carriers: Carriers, op: Op) -> str:
-    """The variable that an in-place operation is written for: ``x`` of ``x[:, 0] += f``."""
+    """The variable that an in-place operation changes: ``x`` of ``x[:, 0] += f``."""
     try:
         nodes = [] if op.place is None else carriers.sources.text(op.scope).at(*op.place)
     except EditError:
@@ -125,7 +125,7 @@ def _target(carriers: Carriers, op: Op) -> str:
 
 
 def check_add(found: Finding, add: Add) -> None:
-    """Refuse an add that a checkpoint runs without the forward around it, or that is none each time it runs."""
+    """Refuse an add that a checkpoint runs without the forward around it, or that is not a residual add in each run."""
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
     if not forwards().isdisjoint(scope.code for scope in add.op.scope.outward()):
@@ -160,14 +160,14 @@ def check_add(found: Finding, add: Add) -> None:
 
 
 def _looped(add: Add) -> list[Op]:
-    """Sums at the place of an add that are a part of it: a loop adds parallel branches, one in each turn."""
+    """Sums at the place of an add that are part of it: a loop adds parallel branches, one per iteration."""
     elsewhere = [op.place for op in add.inner if op.place != add.op.place]
-    twice = len(elsewhere) > len(set(elsewhere))  # several sums in each turn
+    twice = len(elsewhere) > len(set(elsewhere))  # several sums per iteration
     return [] if twice else [op for op in add.inner if op.place == add.op.place]
 
 
 def check_returns(carriers: Carriers, scope: Scope) -> None:
-    """Refuse a function that makes a part of the adds and returns nothing, unless it changes a dict."""
+    """Refuse a function that makes some of the adds and returns nothing, unless it changes a dict."""
     text = carriers.sources.text(scope)
     if not returns_a_value(text) and not carriers.hold_all(scope) and not changed_dict(text):
         raise EditError(

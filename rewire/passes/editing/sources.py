@@ -1,4 +1,4 @@
-"""Where the calls of a flow, and the functions that they run, are written; and what changes in each of these."""
+"""The source text of calls in a flow and of the functions that they run, with the plan of each function."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rewire.torch_internals import uncompiled
 
 
 class Sources:
-    """What is written for a call (`Scope`).
+    """The source text of calls (`Scope`).
 
     Args:
-        definitions: functions that take the place of the forwards of modules of these classes.
-        plans: what changes in functions, by path of a module and code of a function.
+        definitions: functions that replace the forwards of modules of these classes.
+        plans: plans of functions, by path of the module and code of the function.
     """
 
     def __init__(self, definitions: Mapping[type[nn.Module], FunctionType], plans: Plans) -> None:
         self.definitions, self.plans = definitions, plans
 
     def function(self, scope: Scope) -> tuple[str, Decorated, bool]:
-        """Its name, the function, and whether it is a method of the scope's module.
+        """The name of a call's function, the function, and whether it is a method of the scope's module.
 
         Raises:
             EditError: it is no Python function of its own.
@@ -56,7 +56,7 @@ class Sources:
         holders = [getattr(wrapper, "__code__", None) for wrapper in method.wrappers]
         above = scope.parent.code
         wrapped = above is not None and (above in holders or above.co_filename == functools.__file__)
-        if method.code is code and not static and not wrapped:  # else its decorator, which is looked into, holds it
+        if method.code is code and not static and not wrapped:  # otherwise its decorator holds it
             return code.co_name, method, True
         held: Any = _held_by_class(scope)
         helper = getattr(held, "__func__", held) or function_with(code, scope.namespace)
@@ -67,11 +67,11 @@ class Sources:
         return text_of(self.function(scope)[1].function)  # type: ignore[arg-type]
 
     def call(self, scope: Scope, itself: bool = False) -> ast.Call:
-        """The expression that made a call; in a function inside the caller's, that of the checkpoint that runs this.
+        """The expression of a call. If a checkpoint runs a nested function that makes the call: the checkpoint's call.
 
         Args:
             scope: the call.
-            itself: whether it is the call itself in any case.
+            itself: whether to return the call itself in any case.
         """
         parent = scope.parent
         if parent is None or scope.call is None:
@@ -83,7 +83,7 @@ class Sources:
         return calls[0]
 
     def callee(self, scope: Scope, call: ast.Call) -> Callee | None:
-        """What takes the place of a helper that is no method and is edited, where it is called."""
+        """The helper to replace at a call, if it is edited and no method."""
         known = self.plans.get((scope.path, scope.code))  # type: ignore[arg-type]
         if known is None or self.function(scope)[2]:
             return None
@@ -92,11 +92,11 @@ class Sources:
         above = self.plan(scope.parent)
         gate = above.helper(known.gate)
         if _is_of_super(written) and _gets_self(scope):
-            return Callee(span_of(written), f"{gate}.on({above.text.receiver})", True)  # of this class always the same
+            return Callee(span_of(written), f"{gate}.on({above.text.receiver})", True)  # always this class's
         return Callee(span_of(written), gate, always)
 
     def check_called(self, scope: Scope) -> None:
-        """Refuse a method that is called by something that holds it: that goes on to hold the one without edits.
+        """Refuse a method that is called through an object that holds it, as that would still hold the unedited one.
 
         Raises:
             EditError: saying where.
@@ -105,14 +105,14 @@ class Sources:
         if scope.parent is None or scope.code is None or not by_name or not self.function(scope)[2]:
             return
         if not forwards().isdisjoint(above.code for above in scope.outward()):
-            return  # an autograd function holds it: `check_add` refuses that
+            return  # `check_add` refuses autograd functions
         try:
             call, above = self.call(scope), scope.parent
             while above.parent is not None and self._is_given(above, call):  # `apply(self.method, x)`
                 call, above = self.call(above), above.parent
             caller, text = self.function(above)[1].function, self.text(above)
         except EditError:
-            return  # in a library's text, say
+            return  # in a library's text, for example
         if not any(_names_method(node, scope.code.co_name, caller) for node in ast.walk(text.tree)):
             if scope.code.co_name == "__call__":
                 raise EditError(
@@ -125,10 +125,10 @@ class Sources:
             )
 
     def _is_given(self, scope: Scope, call: ast.Call) -> bool:
-        """Whether what a function calls, or has a checkpoint call, is a parameter of its, or an element of one."""
+        """Whether a call, or a checkpoint's call, is of a parameter of the function, or of an element of one."""
         names = set() if scope.code is None else {*scope.code.co_varnames[: scope.code.co_argcount]}
         if not scope.helper or _gets_self(scope):
-            names.discard(self.text(scope).receiver)  # of `Base.method(self, x)`
+            names.discard(self.text(scope).receiver)  # for `Base.method(self, x)`
         for called in (call.func, *call.args[:1]):
             while isinstance(called, ast.Subscript):
                 called = called.value
@@ -137,9 +137,9 @@ class Sources:
         return False
 
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
-        """What stands for a function where it is called, and whether it always does: its name.
+        """The expression that names a function at its call, and whether it always means that function.
 
-        That is what is called; of ``checkpoint(function, x)``, whose name always stands for another, its argument.
+        It is what is called. In ``checkpoint(function, x)``, whose name means another function, it is the argument.
         """
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
@@ -154,7 +154,7 @@ class Sources:
                     f"({known.__module__}.{known.__code__.co_qualname}), and its edited form would lose the "
                     "decorator: call the undecorated function"
                 )
-            if known.__code__ is scope.code:  # by another name than its own, a stand-in without its defaults is known
+            if known.__code__ is scope.code:  # another name may mean a stand-in, whose defaults differ
                 return node, not known.__closure__ and known is self.function(scope)[1].function
         return call.func, False
 
@@ -181,7 +181,7 @@ class Sources:
         return place_of(*place)
 
     def plan(self, scope: Scope) -> FunctionPlan:
-        """What changes in a call's function: the same for all calls of it."""
+        """The plan of a call's function, which all its calls share."""
         key = scope.path, scope.code
         if key not in self.plans:
             name, decorated, method = self.function(scope)
@@ -202,13 +202,13 @@ def _is_of_super(node: ast.expr) -> bool:
 
 
 def _gets_self(scope: Scope) -> bool:
-    """Whether a function without free variables is a method of its module's class or of a base, and no static one."""
+    """Whether a function without free variables is a method, and no static one, of its module's class or of a base."""
     held = _held_by_class(scope)
     return isinstance(held, FunctionType) and not held.__code__.co_freevars
 
 
 def _held_by_class(scope: Scope) -> FunctionType | staticmethod[..., Any] | classmethod[Any, ..., Any] | None:
-    """The function of a call, as the class of its module or a base holds it; None if none does."""
+    """The function of a call as the class of its module, or a base, holds it; None if none does."""
     name = "" if scope.code is None else scope.code.co_name
     own = (vars(cls).get(name) for cls in type(scope.module).__mro__)
     found = (held for held in own if getattr(getattr(held, "__func__", held), "__code__", None) is scope.code)
@@ -216,9 +216,9 @@ def _held_by_class(scope: Scope) -> FunctionType | staticmethod[..., Any] | clas
 
 
 def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bool:
-    """Whether an expression may be the method of this name, of an object: ``self.step``.
+    """Whether an expression may look up the method of this name on an object: ``self.step``.
 
-    Not so ``Block.step`` and ``super().step``, which find the method of that class.
+    ``Block.step`` and ``super().step`` find the method of that class instead.
     """
     if isinstance(node, ast.Attribute) and node.attr == name:
         return not isinstance(global_of(node.value, function), type) and not _is_of_super(node)
@@ -226,7 +226,7 @@ def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bo
 
 
 def global_of(node: ast.expr, function: FunctionType | None) -> object:
-    """What an expression stands for in a function, if it is a name of a module: ``utils.checkpoint``."""
+    """The object that an expression names in a function, if it is a global or in a module: ``utils.checkpoint``."""
     if isinstance(node, ast.Attribute):
         module = global_of(node.value, function)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
@@ -234,7 +234,7 @@ def global_of(node: ast.expr, function: FunctionType | None) -> object:
 
 
 def _helper_name(code: CodeType) -> str:
-    """``Base_forward`` for the method of a class, which another one calls by ``super()``; else the function's name."""
+    """``Base_forward`` for a method that another one calls by ``super()``; otherwise the function's name."""
     holder, _, name = code.co_qualname.rpartition(".")
     holder = holder.rpartition(".")[2]
     return name if holder in ("", "<locals>") else f"{holder}_{name}"

@@ -1,4 +1,4 @@
-"""What the text of a function says of a variable: whether it is only handed on, only returned, or made on one way."""
+"""Data flow in the text of a function: which variables are only passed on, only returned, or set on one path."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterable, Sequence, Set
 from rewire.code.text import Span, Text, span_of, within
 from rewire.passes.editing.additions import written_to
 
-#: Attributes that a stream has without being read.
+#: Attributes of a stream that do not read it.
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
 
 
 def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
-    """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
+    """Whether a function only passes the variables in ``given`` from one of these calls to the next.
 
-    Between the first and the last of them, the variable may be an argument of one of them, or of a call that gets what
-    one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name, by a loop over
-    several streams, too (``[block(x) for x in xs]``). Any other function may ask what it got, when it is called one
-    day, and a stream is no tensor. The same holds for what a call returns: ``block(x).float()``, ``dropout(block(x))``.
+    Between the first call and the last, such a variable may be an argument of one of them, or of a call that gets their
+    function (``checkpoint(block, x)``). Its shape may be read, and it may get another name, also in a loop over several
+    streams (``[block(x) for x in xs]``). Other functions may inspect their arguments, and a stream is no tensor. The
+    same holds for the result of a call: ``block(x).float()``, ``dropout(block(x))``.
     """
     statements, parents = _statements(text, calls), text.parents
     names = set(given).union(*(_targets(text, call) for call in calls))
     reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
     reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
-    for _ in reads:  # other names of it
+    for _ in reads:  # aliases
         held = [node for node in reads if node.id in names]
         more = names.union(*(_targets(text, node) for node in held if _renamed(node, parents)))
         more |= {name.id for node in held for name in _looped(node, parents)}
@@ -41,18 +41,18 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
     statements = _statements(text, nodes)
     if not statements or isinstance(statements[-1], (ast.Return, ast.FunctionDef)):
-        return None  # the variables of a function inside this one are not here
+        return None  # the variables of a nested function are not in scope
     last = statements[-1]
     given = [arg for call in nodes for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
     names = {arg.id for arg in given if isinstance(arg, ast.Name)}
-    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
+    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # other statements may not bind them
         names = _targets(text, last)
     names &= _made_of(text, nodes, last)
     return (span_of(last), tuple(sorted(names))) if names else None
 
 
 def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[str]:
-    """Variables to which a statement may assign what some calls return, or what is made of that."""
+    """Variables to which a statement may assign the result of some calls, or a value made from it."""
     inner = [node for node in ast.walk(statement) if isinstance(node, ast.stmt)]
     made = {node: _targets(text, node) | _bound(node) for node in inner if not getattr(node, "body", None)}
     found = set().union(*(made.get(text.statement(call), set()) for call in calls))
@@ -62,7 +62,7 @@ def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[
 
 
 def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
-    """The places of a function's returns inside the statement at a place, and those of the variables with a value."""
+    """The returns inside the statement at a place, and the variables that have a value there."""
     around = [node for node in text.nodes.get(at, []) if isinstance(node, ast.stmt)]
     found = [node for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
     found = [node for node in found if any(each in around for each in text.above(node))]
@@ -72,12 +72,12 @@ def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, t
     return [(place, tuple(name for name in names if name in known)) for place, known in bound]
 
 
-#: Methods by which an object keeps a value: ``hidden.append(x)``.
+#: Methods by which an object stores a value: ``hidden.append(x)``.
 _KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
 
 
 def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Whether a variable, or an element of it, is only handed on where it is read."""
+    """Whether a variable, or an element of it, is only passed on where it is read."""
     read: ast.expr = node
     parent = parents[read]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
@@ -90,13 +90,13 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
         return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
-    if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
+    if isinstance(parent, ast.Tuple):  # hidden states + (x,): collected streams become tensors when they are returned
         return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
     return _renamed(node, parents)
 
 
 def _read_at_once(call: ast.Call, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Whether what a call returns is given to another function than those, or has one of its methods called."""
+    """Whether a call's result is passed to another function than ``calls``, or one of its methods is called."""
     parent = parents[call]
     if isinstance(parent, (ast.keyword, ast.Starred)):
         parent = parents[parent]
@@ -108,18 +108,18 @@ def _read_at_once(call: ast.Call, parents: dict[ast.AST, ast.AST], calls: Sequen
 
 
 def _collects(call: ast.Call) -> bool:
-    """Whether a call collects in a variable: hidden states in there become tensors when they are returned."""
+    """Whether a call collects values in a variable: hidden states in it become tensors when they are returned."""
     return isinstance(call.func, ast.Attribute) and call.func.attr in _KEPT and isinstance(call.func.value, ast.Name)
 
 
 def calls_like(text: Text, call: ast.Call) -> list[ast.Call]:
-    """The other calls of what ``call`` calls, on other ways through a function: see `_alike`."""
+    """The other calls of the same function on other paths: see `_alike`."""
     calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node is not call)
     return [other for other in calls if _alike(other, call)]
 
 
 def calls_around(text: Text, node: ast.AST) -> list[ast.Call]:
-    """The calls, in a function itself, of those inside it that hold a node, or that call one which does."""
+    """The calls, in a function itself, of nested functions that contain a node or call one that does."""
     calls = [n for n in ast.walk(text.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     reached, todo = {node}, [node]
     while todo:
@@ -132,12 +132,12 @@ def calls_around(text: Text, node: ast.AST) -> list[ast.Call]:
 
 
 def _is_inside(text: Text, node: ast.AST) -> bool:
-    """Whether a node stands in a function inside the text's own."""
+    """Whether a node is in a nested function."""
     return any(isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not text.tree for n in text.above(node))
 
 
 def _alike(one: ast.Call, other: ast.Call) -> bool:
-    """Whether two calls call the same: ``block(x)`` and ``checkpoint(block, x, mask)``, in this order or the other."""
+    """Whether two calls run the same function: ``block(x)`` and ``checkpoint(block, x, mask)``, or the reverse."""
     if ast.dump(one.func) == ast.dump(other.func):
         return [*map(ast.dump, one.args[:1])] == [*map(ast.dump, other.args[:1])]
     return _is_given(one, other.func) or _is_given(other, one.func)
@@ -146,13 +146,13 @@ def _alike(one: ast.Call, other: ast.Call) -> bool:
 def _is_given(call: ast.Call, function: ast.expr) -> bool:
     """Whether a function, or a method of it (``block.__call__``), is an argument of a call."""
     if len(call.args) + len(call.keywords) < 2:
-        return False  # nothing is handed to the function
+        return False  # nothing is passed to the function
     given = [arg.value if isinstance(arg, ast.Attribute) and arg.attr == "__call__" else arg for arg in call.args]
     return ast.dump(function) in [*map(ast.dump, given)]
 
 
 def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """``y = x``, or ``y = x[0]`` of a tuple that a call returned."""
+    """Whether a variable is read as in ``y = x``, or ``y = x[0]`` for a tuple that a call returned."""
     parent = parents[node]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         parent = parents[parent]
@@ -160,7 +160,7 @@ def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _looped(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> list[ast.Name]:
-    """``x`` of ``for x in xs``, in a loop or a comprehension, or of ``for x, y in zip(xs, ys)``; none otherwise."""
+    """``x`` of ``for x in xs``, in a loop or a comprehension, or of ``for x, y in zip(xs, ys)``; otherwise empty."""
     read: ast.expr = node
     parent = parents[read]
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("zip", "enumerate"):
@@ -171,14 +171,14 @@ def _looped(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> list[ast.Name]:
 
 
 def _targets(text: Text, node: ast.AST) -> set[str]:
-    """Variables to which what ``node`` is part of is assigned."""
+    """Variables that the statement around ``node`` assigns it to."""
     node = text.statement(node)
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Variables that an expression or statement gives a value; not those of a comprehension, which end with it."""
+    """Variables that an expression or statement binds, other than those of a comprehension."""
     inner = {name for part in ast.walk(node) if isinstance(part, ast.comprehension) for name in ast.walk(part.target)}
     stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     return {name.id for name in stored if name not in inner}
@@ -192,12 +192,12 @@ def _statements(text: Text, nodes: Sequence[ast.AST]) -> list[ast.stmt]:
 
 
 def returns_a_value(text: Text) -> bool:
-    """Whether a function has a ``return`` of its own with a value; one inside it may have another."""
+    """Whether a function has its own ``return`` with a value; nested functions do not count."""
     return any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(text.tree))
 
 
 def changed_dict(text: Text) -> list[ast.expr]:
-    """``state`` where a function ends with ``state["x"] = x``, and returns nowhere."""
+    """``state`` if a function ends with ``state["x"] = x`` and has no return."""
     if any(isinstance(node, ast.Return) for node in ast.walk(text.tree)):
         return []
     last = text.tree.body[-1]
@@ -206,7 +206,7 @@ def changed_dict(text: Text) -> list[ast.expr]:
 
 
 def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
-    """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
+    """Whether the value of an expression is returned unchanged, by the same or a later ``return``."""
     parents = text.parents
     node = next((n for n in nodes if isinstance(n, (ast.BinOp, ast.Call, ast.AugAssign))), None)
     if node is None:
@@ -233,7 +233,7 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
 
 
 def is_one_of_several(text: Text, node: ast.AST) -> bool:
-    """Whether a value is taken out of what a call returns: ``x, cache = f(x)``, ``f(x)[0]``."""
+    """Whether a value is taken from the result of a call: ``x, cache = f(x)``, ``f(x)[0]``."""
     parent = text.parents[node]
     unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
     picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
@@ -241,7 +241,7 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
 
 
 def place_returned(text: Text, name: str | None) -> int | None:
-    """The place of a variable in the tuple or list that a function returns; None if its returns differ."""
+    """The index of a variable in the tuple or list that a function returns; None if its returns differ."""
     returns = [node.value for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
     places = {
         next((n for n, x in enumerate(value.elts) if isinstance(x, ast.Name) and x.id == name), None)
@@ -252,13 +252,13 @@ def place_returned(text: Text, name: str | None) -> int | None:
 
 
 def assigned(text: Text, node: ast.AST) -> str | None:
-    """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
+    """The variable that gets an expression's value, or is changed by it; None if there is not exactly one."""
     statement = text.statement(node)
     while isinstance(text.parents.get(node), ast.IfExp):
         node = text.parents[node]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
     if node not in (statement, getattr(statement, "value", None), *targets):
-        return None  # it is part of what becomes the value
+        return None  # it is only a part of the value
     if isinstance(statement, ast.Expr):  # x.mul_(2)
         targets = [written_to(statement.value)]
     target = targets[0] if len(targets) == 1 else None
@@ -272,7 +272,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
 
 
 def is_conditional(text: Text, places: Sequence[Span]) -> bool:
-    """Whether a call may leave out one of these expressions: by an ``if``, a loop, or a ``return`` in front of it."""
+    """Whether a call may skip one of these expressions: through an ``if``, a loop, or an earlier ``return``."""
     nodes = [node for at in places for node in text.nodes.get(at, [])[:1]]
     if any(isinstance(parent, (*_IFS, *_LOOPS)) for node in nodes for parent in text.above(node)):
         return True
@@ -281,7 +281,7 @@ def is_conditional(text: Text, places: Sequence[Span]) -> bool:
 
 
 def may_be_left_out(text: Text, call: ast.Call) -> bool:
-    """Whether a function may leave out a call, unless it is the one that a whole loop is for."""
+    """Whether a function may skip a call. A loop whose only purpose is the call does not count."""
     for parent in text.above(call):
         skips = any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(parent))
         if isinstance(parent, _IFS) and not _on_both_ways(parent, call):
@@ -292,7 +292,7 @@ def may_be_left_out(text: Text, call: ast.Call) -> bool:
 
 
 def _on_both_ways(parent: ast.AST, call: ast.Call) -> bool:
-    """Whether both ways of an ``if`` call the same: ``checkpoint(block, x) if self.training else block(x)``."""
+    """Whether both ways of an ``if`` make the same call: ``checkpoint(block, x) if self.training else block(x)``."""
     ways = [getattr(parent, "body", None), getattr(parent, "orelse", None)]
     nodes = (
         [node for root in (way if isinstance(way, list) else [way]) if root for node in ast.walk(root)] for way in ways
@@ -301,19 +301,19 @@ def _on_both_ways(parent: ast.AST, call: ast.Call) -> bool:
 
 
 def _is_cut(loop: ast.AST) -> bool:
-    """Whether a loop may leave out the first elements of what it runs over: ``self.blocks[start:]``."""
+    """Whether a loop may skip the first elements: ``self.blocks[start:]``."""
     slices = (node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Slice))
     return any(node.lower is not None for node in slices)
 
 
 def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool = False) -> ast.If | None:
-    """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
+    """The outermost ``if`` around an assignment after which its variable has a value on every path.
 
     Args:
         text: of the function.
         node: part of the assignment.
-        either: whether the other way may be what gives it that value.
-        others: places that must not be in that ``if``, where they come after ``node``: all, if it runs several times.
+        either: whether the other path may be the one that assigns it.
+        others: places that must not come after ``node`` in that ``if``; nor anywhere in it, if it runs repeatedly.
     """
     name, found = assigned(text, node), None
     looped = any(isinstance(parent, (ast.For, ast.While, ast.AsyncFor)) for parent in text.above(node))
@@ -348,7 +348,7 @@ def _bound_before(text: Text, statement: ast.AST) -> set[str]:
 
 
 def _binds(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether statements give a variable a value on every way through them."""
+    """Whether statements give a variable a value on every path through them."""
     for statement in statements:
         if isinstance(statement, ast.If) and _binds(statement.body, name) and _binds(statement.orelse, name):
             return True
@@ -361,7 +361,7 @@ def _binds(statements: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _returns(value: ast.expr | None, name: str) -> bool:
-    """Whether ``name``, or a tuple with it, is what is returned."""
+    """Whether the returned value is ``name``, or a tuple with it."""
     if isinstance(value, ast.Tuple):
         return all(_returns(item, name) or not _mentions(item, name) for item in value.elts)
     return isinstance(value, ast.Name) and value.id == name

@@ -1,4 +1,4 @@
-"""Pass: write the planned changes into the text of a function."""
+"""Pass: write the planned edits into the text of a function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rewire.passes.editing.variables import (
 
 
 def edited(plan: FunctionPlan) -> str:
-    """The text of the function with all changes in it; its first lines, up to ``def``, as they were.
+    """The edited text of a function. The lines before its ``def`` stay.
 
     Raises:
         EditError: an expression is written in a way that cannot be changed.
@@ -64,7 +64,7 @@ class _Editor:
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
         self.conditional = is_conditional(self.text, [e.at for e in self.edits if isinstance(e, Sum) and not e.more])
-        # Where calls make different numbers of adds, none is missing in those that make fewer.
+        # Where calls make different numbers of adds, one that makes fewer has left none out.
         self.conditional &= all(len({*adds.values()}) < 2 for adds in plan.adds.values())
 
     def run(self) -> str:
@@ -72,7 +72,7 @@ class _Editor:
         if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
             changes += [self._end(state) for state in changed_dict(self.text)]
-        # Where one expression changes several times, the outermost change first: arguments, then the kinds in turn.
+        # If an expression changes several times, outer changes come first: arguments, then kinds in their order.
         own = [
             change
             for kind, writer in _WRITERS.items()
@@ -88,7 +88,7 @@ class _Editor:
         return rendered(self.text.text, changes)
 
     def _on_other_ways(self) -> list[Through]:
-        """Calls that did not run when the model was looked at, of what streams were seen to go through."""
+        """Calls that did not run, of functions through which a stream went elsewhere."""
         seen = {edit.at: edit for edit in self.edits if isinstance(edit, Through) and not edit.qkv}
         found: dict[Span, Through] = {}
         for edit in seen.values():
@@ -104,18 +104,18 @@ class _Editor:
         return [edit for at, edit in found.items() if at not in self.plan.ran and not self._calls_what_ran(at)]
 
     def _calls_what_ran(self, at: Span) -> bool:
-        """Whether a call is of a function inside this one that ran."""
+        """Whether a call is of a nested function that ran."""
         name = getattr(self._call(at).func, "id", "")
         inner = [node for node in ast.walk(self.text.tree) if isinstance(node, ast.FunctionDef) and node.name == name]
         return any(within(place, span_of(node)) for node in inner for place in self.plan.ran)
 
     @property
     def _gate(self) -> str:
-        """How the function's gate is written."""
+        """The source text for the function's gate."""
         return f"{self.text.receiver}.{self.plan.gate}" if self.plan.method else self.plan.parameter
 
     def _entry(self) -> Change:
-        """The lines in front of the function's body."""
+        """The lines at the start of the function's body."""
         tree, text = self.text.tree, self.text.text
         lines = [f"{self.depth} = {self._gate}.enter()"]
         for edit in self.edits:
@@ -127,19 +127,19 @@ class _Editor:
         start, _ = self.text.span(body[0])
         line = text.rfind("\n", 0, start) + 1
         indent = text[line:start]
-        if indent.strip():  # on the line of the ``def``
+        if indent.strip():  # on the same line as the ``def``
             return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
         return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
 
     def _begins_later(self, edit: Parameter) -> bool:
-        """Whether the trunk of a parameter, if it starts in this call, starts with an expression, or further in."""
-        its = self.plan.trunks[edit.trunk : edit.trunk + 1]  # none of an attention, which only reads
+        """Whether the trunk of a parameter may start further on: at an expression, or in a called function."""
+        its = self.plan.trunks[edit.trunk : edit.trunk + 1]  # none for an attention, which only reads
         return not self.plan.begins_inside.isdisjoint(its) or any(
             type(other) is Open and other.trunk == edit.trunk for other in self.edits
         )
 
     def _how(self, edit: Parameter | Open | Sum | Through) -> list[str]:
-        """Keyword arguments of a method of `Depth`."""
+        """The keyword arguments for a method of `Depth`."""
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
         how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
@@ -151,12 +151,12 @@ class _Editor:
         return [*how, f"trunk={trunk}"] if trunk else how
 
     def _gate_parameter(self) -> Change:
-        """The first parameter of a helper that is no method."""
+        """Add the gate as first parameter of a helper that is no method."""
         header = self.text.text.index("(", self.text.span(self.text.tree)[0]) + 1
         return Change(header, header, lambda _: f"{self.plan.parameter}, ")
 
     def _supers(self) -> list[Change]:
-        """``super()`` where the first argument is not the object: in a helper, and in a lambda that is written."""
+        """Spell out ``super()`` where the first argument is not the object: in a helper, and in a new lambda."""
         sums = (addition_at(self.text, edit.at, edit.part) for edit in self.edits if isinstance(edit, Sum))
         moved = [each.whole for each in sums if each.scattered] if self.plan.method else [self.text.tree]
         calls = [node for part in moved for node in ast.walk(part) if isinstance(node, ast.Call) and not node.args]
@@ -168,7 +168,7 @@ class _Editor:
         return isinstance(node, ast.Return) and node.value is not None and next(functions, None) is self.text.tree
 
     def _data(self) -> list[Change]:
-        """``depth.data(x)`` for ``x.data``: of a stream's value something by which writes to it are noticed."""
+        """Write ``depth.data(x)`` for ``x.data``, so that writes to a stream's value are noticed."""
         nodes = [n for n in ast.walk(self.text.tree) if isinstance(n, ast.Attribute) and n.attr == "data"]
         return [change for node in nodes if self._is_value(node.value) for change in self._data_of(node)]
 
@@ -195,19 +195,19 @@ class _Editor:
         return Change(start, end, write)
 
     def _end(self, state: ast.expr) -> Change:
-        """A line behind the body of a function that leaves the stream in a dict."""
+        """A line after the body of a function that leaves the stream in a dict."""
         (start, end), last = self.text.span(state), self.text.tree.body[-1]
         return self._line_behind(last, f"{self.depth}.leave(None, {self.text.text[start:end]})")[0]
 
     def _is_bare(self, node: ast.Tuple) -> bool:
-        """Whether a tuple is written without brackets of its own: ``(x, y), mask``."""
+        """Whether a tuple has no brackets of its own: ``(x, y), mask``."""
         start, _ = self.text.span(node)
         if not node.elts:
             return False
         return self.text.text[start] != "(" or self.text.span(node.elts[0])[0] == start
 
     def _reach(self, edit: Reach) -> list[Change]:
-        """A line behind a statement."""
+        """A ``reach`` line after a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
@@ -226,21 +226,21 @@ class _Editor:
         return made if edit.more else [*made, *self._behind_if(edit)]
 
     def _behind_if(self, edit: Open) -> list[Change]:
-        """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
+        """A line after an ``if`` in which the state is made: on other paths it keeps its value."""
         node = next(iter(self.text.nodes.get(edit.at, [])), None)
         name = None if node is None else assigned(self.text, node)
         others = [e.at for e in self.edits if _moves(e)]
         around = None if node is None else on_one_way(self.text, node, others)
         if name is None or around is None:
             return []
-        how = f", trunk={edit.trunk}" * bool(edit.trunk) + ", begin=False" * edit.overwritten  # who holds it is unknown
+        how = f", trunk={edit.trunk}" * bool(edit.trunk) + ", begin=False" * edit.overwritten  # holders are unknown
         call = f"open({name}{how})"
         if isinstance(edit, Push):
             call = f"reach({name}{self._of([edit.trunk, *edit.others], ', None')})"
         return self._line_behind(around, f"{name} = {self.depth}.{call}")
 
     def _made(self, method: str, edit: Open) -> list[Change]:
-        """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
+        """Wrap an expression in a method of `Depth`; the target of an in-place operation gets the result."""
         nodes = self.text.nodes.get(edit.at, [])
         element = next((node for node in nodes if _is_stored(node)), None)
         if element is not None:
@@ -248,11 +248,11 @@ class _Editor:
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
             node = self._expression(edit.at)
-            while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # on both ways
+            while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # both values
                 node = self.parents[node]  # type: ignore[assignment]
             if edit.item is None and edit.index is None:
                 self._check_one_value(node)
-            inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # what is around it is assigned
+            inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # the outer call is assigned
             return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
@@ -271,7 +271,7 @@ class _Editor:
             )
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
-        """A line behind ``x[mask] = y``, by which elements of the value have changed."""
+        """A line after ``x[mask] = y``, which has changed elements of the value."""
         name: Any = written_to(element) or element
         while isinstance(name, ast.Subscript):
             name = name.value
@@ -285,7 +285,7 @@ class _Editor:
         return self._line_behind(element, call)
 
     def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
-        """Lines behind the statement that ``node`` is part of, if anything comes behind it."""
+        """Lines after the statement that contains ``node``, unless nothing can run there."""
         statement, text = self.text.statement(node), self.text.text
         if _leaves([statement]):
             return []
@@ -310,11 +310,11 @@ class _Editor:
         return [around] if edit.callee is None else [around, self._gated(edit.callee)]
 
     def _gated(self, callee: Callee) -> Change:
-        """The gate of a helper in its place."""
+        """Put a helper's gate in its place."""
         start, end = self.text.span(self._expression(callee.at))
 
         def write(render: Render) -> str:
-            return callee.written_for(render(start, end))  # what is changed inside it counts as written
+            return callee.written_for(render(start, end))  # with the changes inside it
 
         return Change(start, end, write)
 
@@ -333,7 +333,7 @@ class _Editor:
         return [self._as_function(edit.at, "apply", edit.calls, joins=edit.joins)]
 
     def _view(self, edit: View) -> list[Change]:
-        if edit.factor:  # a product inside a call is one of all states, as a view is
+        if edit.factor:  # inside a call, the product applies to all states, as a view does
             if isinstance(self._expression(edit.at), ast.BinOp):
                 return [self._as_function(edit.at, "copy", more=", factor=True")]
             return [self._as_function(edit.at, "view")]
@@ -342,10 +342,10 @@ class _Editor:
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
     def _as_function(self, at: Span, method: str, calls: bool = False, more: str = "", joins: bool = False) -> Change:
-        """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``.
+        """Write ``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``.
 
-        The function runs once for each state. What may do or draw something is computed once, as a default of the
-        function's: ``depth.view(lambda value, once=(torch.randperm(n)): value[once], x)``.
+        The function runs once for each state. An expression with side effects or random numbers is evaluated once, as a
+        default argument: ``depth.view(lambda value, once=(torch.randperm(n)): value[once], x)``.
         """
         node = self._expression(at)
         operands = self._operands(node, calls, joins)
@@ -371,7 +371,7 @@ class _Editor:
         if isinstance(product, ast.BinOp):
             return [self._operator(product, what)]
         called = self._call(edit.at).func
-        if edit.others or (edit.module and ast.unparse(called) != edit.module):  # of others, too, perhaps in a loop
+        if edit.others or (edit.module and ast.unparse(called) != edit.module):  # several, perhaps in a loop
             ways = ((edit.module, what), *((module, f'"{way}"') for module, way in edit.others))
             what = "{" + ", ".join(f"{module}: {way}" for module, way in ways) + "}"
         if isinstance(called, ast.Attribute) and hasattr(Tensor, called.attr) and self._is_value(called.value):
@@ -379,14 +379,14 @@ class _Editor:
         return [self._wrapped(called, "project", [what])]
 
     def _operator(self, product: ast.BinOp, what: str) -> Change:
-        """``x @ weight``, of what queries, keys or values read."""
+        """``x @ weight``, applied to what queries, keys or values read."""
         (start, end), left, right = map(self.text.span, (product, product.left, product.right))
         function = f"lambda x, weight: x {_symbol(product.op)} weight"
         before = f"{self.depth}.project({function}, {what})"
         return Change(start, end, lambda render: f"{before}({render(*left)}, {render(*right)})")
 
     def _method(self, product: ast.Call, called: ast.Attribute, what: str) -> Change:
-        """``x.matmul(weight)``, likewise."""
+        """``x.matmul(weight)``, applied to what queries, keys or values read."""
         (start, end), x, function = map(self.text.span, (product, called.value, called))
         rest = "*rest, **named" if product.keywords else "*rest"
         before = f"{self.depth}.project(lambda x, {rest}: x.{called.attr}({rest}), {what})"
@@ -394,19 +394,19 @@ class _Editor:
         return Change(start, end, lambda render: f"{before}({render(*x)}, {behind(render)}")
 
     def _function_first(self, call: ast.Call, method: str) -> Change:
-        """A method of `Depth` in place of a call: of the function that is called, and its argument."""
+        """Replace a call by a method of `Depth` that gets the function and its argument."""
         (start, end), function, (argument, _) = map(self.text.span, (call, call.func, call.args[0]))
         return Change(start, end, lambda render: f"{self.depth}.{method}({render(*function)}, {render(argument, end)}")
 
     def _operands(self, node: ast.expr, calls: bool = False, joins: bool = False) -> list[ast.expr]:
-        """What an operation may work on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``.
+        """The possible operands of an operation: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``.
 
-        Which of several it is shows when it runs: by what they are.
+        Which of several is the stream's value shows when the operation runs.
 
         Args:
             node: the operation.
-            calls: whether it is the call of a function or a module, and so no method of a tensor.
-            joins: whether a method gets more than its own tensor.
+            calls: whether it calls a function or a module, and so no method of a tensor.
+            joins: whether a method takes further values besides its own tensor.
         """
         if isinstance(node, ast.Attribute | ast.Subscript):
             return [node.value]
@@ -430,7 +430,7 @@ class _Editor:
         )
 
     def _is_value(self, node: ast.expr) -> bool:
-        """Whether an expression may hold the stream's value: no constant, nothing of the object, no global."""
+        """Whether an expression may hold the stream's value: it is no constant, no attribute of ``self``, no global."""
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
             inner = inner.value
@@ -445,7 +445,7 @@ class _Editor:
         return Change(start, end, lambda render: f"{before}{self.depth}.{method}({render(start, end)}{more})")
 
     def _written_to(self, node: ast.expr) -> str:
-        """``x = `` for the statement ``x.mul_(2)``: the variable gets what stands for its value from then on."""
+        """``x = `` for the statement ``x.mul_(2)``, so that the variable gets the result."""
         target = written_to(node) if isinstance(self.parents[node], ast.Expr) else None
         return f"{target.id} = " if isinstance(target, ast.Name) else ""
 
@@ -456,7 +456,7 @@ class _Editor:
         return nodes[0]
 
     def _sum(self, edit: Sum) -> list[Change]:
-        """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
+        """Replace an addition, and those inside it that add parallel branches, by a method of `Depth`."""
         addition = addition_at(self.text, edit.at, edit.part)
         shortcut, *branches = addition.operands(edit.first)
         for at, first in reversed(edit.inner):
@@ -479,13 +479,13 @@ class _Editor:
             call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
             stated = isinstance(self.parents[addition.node], ast.Expr)
             if stated and any(key[:2] in (("push", edit.at), ("open", edit.at)) for key in self.plan.edits):
-                return call  # what is around it is assigned
+                return call  # the outer call is assigned
             return self._assigned(addition, call, render)
 
         return [Change(*self.text.span(addition.whole), write)]
 
     def _reached(self) -> list[Change]:
-        """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
+        """Lines after an ``if`` that contains adds: on other paths the stream has to pass these adds, too."""
         found: dict[tuple[Span, str], list[Sum]] = {}
         ways: dict[Span, list[Sum]] = {}
         sums = [edit for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
@@ -503,7 +503,7 @@ class _Editor:
         return changes + [self._wrapped(self._expression(at), "reach", [self._passed(s)]) for at, s in ways.items()]
 
     def _passed(self, sums: Sequence[Sum]) -> str:
-        """What `Depth.reach` is given of these, one of which runs: how many adds come before, and of which trunks."""
+        """Arguments of `Depth.reach` for adds of which one runs: the number of adds passed by then, and the trunks."""
         count = max(edit.site + 1 for edit in sums if edit.site is not None)
         return f"{count}{self._of(number for edit in sums for number in edit.trunks)}"
 
@@ -514,7 +514,7 @@ class _Editor:
         return "".join((without, *(f", {number}" for number in numbers))) if several else ""
 
     def _way(self, at: Span) -> ast.IfExp | None:
-        """The outermost ``x + f if .. else x`` of which an expression is one of the two ways."""
+        """The outermost ``x + f if .. else x`` of which an expression is an alternative."""
         node, found = self.text.nodes[at][0], None
         parent = self.parents.get(node)
         while isinstance(parent, ast.IfExp) and node is not parent.test:
@@ -523,7 +523,7 @@ class _Editor:
         return found
 
     def _assigned(self, addition: Addition, call: str, render: Render) -> str:
-        """The call in place of an addition; what that changed in place gets its result."""
+        """The call in place of an addition, assigned to the addition's target if it is in place."""
         target = addition.target
         if target is None:
             return call
@@ -532,7 +532,7 @@ class _Editor:
         return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
 
-#: How each kind of edit is written.
+#: Kind of edit -> how it is written.
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Reach: _Editor._reach,
     Push: _Editor._push,
@@ -546,7 +546,7 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
 
 
 def _leaves(statements: Sequence[ast.stmt]) -> bool:
-    """Whether nothing behind these statements runs after them."""
+    """Whether control never goes on after these statements."""
     last = statements[-1] if statements else None
     if isinstance(last, ast.If):
         return _leaves(last.body) and _leaves(last.orelse)
@@ -554,12 +554,12 @@ def _leaves(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _moves(edit: Edit) -> TypeGuard[Sum | Through]:
-    """Whether the stream goes on there, by an add or in what is called."""
+    """Whether the stream advances there, through an add or a call."""
     return isinstance(edit, Sum) or (isinstance(edit, Through) and not edit.qkv)
 
 
 def _is_stored(node: ast.AST) -> bool:
-    """Whether elements of a variable are changed there: ``x[mask]`` of ``x[mask] = y``, ``x[:, 0].mul_(2)``."""
+    """Whether elements of a variable are written to: ``x[mask]`` of ``x[mask] = y``, ``x[:, 0].mul_(2)``."""
     stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     return stored or isinstance(written_to(node), ast.Subscript)
 
@@ -568,12 +568,12 @@ def _symbol(operator: ast.operator) -> str:
     return ast.unparse(ast.BinOp(ast.Name("a"), operator, ast.Name("b")))[2:-2]
 
 
-#: Functions and methods that only look at what they are given.
+#: Functions and methods without side effects.
 _LOOKS = frozenset({"size", "dim", "numel", "len", "int"})
 
 
 def _effects(node: ast.AST, operands: Collection[ast.AST]) -> list[ast.expr]:
-    """The expressions in an operation, beside its operands, that call something, or bind a name."""
+    """The expressions in an operation, other than its operands, that call something or bind a name."""
     inside = {inner for operand in operands for inner in ast.walk(operand) if isinstance(inner, ast.expr)}
     found: list[ast.expr] = []
     for child in ast.iter_child_nodes(node):

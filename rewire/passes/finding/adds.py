@@ -1,7 +1,7 @@
 """Finder: which additions of a flow are residual adds.
 
 A residual add is ``x + f`` where ``f`` is computed from ``x`` through weights. Polynomials of an activation, rotary
-embeddings, masks and position embeddings fail that test, or are told by name.
+embeddings, masks and position embeddings have no such ``f``, or are recognised by name.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from rewire.conventions import POSITIONAL
 from rewire.passes.finding.flow import KERNEL, Flow, Op, Scope, around
 from rewire.runtime.reentrant import ADD_OUTSIDE
 
-#: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
-UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
+#: Name of a product with the number 1, where another model of the same code has a factor.
+UNSCALED = "unscaled"
+#: Operations that keep the values and change their dtype or memory.
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
 #: Views that change the order of values.
 TURNS = frozenset(
     {"transpose", "permute", "movedim", "moveaxis", "t", "swapaxes", "swapdims", "adjoint"}
     | {"flip", "fliplr", "flipud", "rot90", "roll", "channel_shuffle"}
 )
-#: And all views.
+#: All views.
 VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
-#: Indices: views if they keep as many values as there are.
+#: Indexing: a view if it keeps the number of values.
 _SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather"})
 ACCUMULATED = "index_put with accumulate=True"
-#: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
+#: Adds of a branch to some rows, as in stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
-#: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
+#: Operations that only scale a state and add to it.
 _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
-#: Why a sum inside an autograd function's kernel is none.
+#: Why a sum inside an autograd function's kernel is no residual add.
 FUSED = "a kernel adds, which shows no operations: switch the fused add and norm off, so that the model itself adds"
-#: What is said of a sum that an autograd function makes by an operation.
+#: Why a visible sum inside an autograd function is no residual add.
 INSIDE = f"stands inside a torch.autograd.Function, which no stream can pass: {ADD_OUTSIDE}"
-#: Why other operations with a state and a branch are none.
+#: Why other operations on a state and a branch are no residual adds.
 _LIKE_ADDS = {
     "sub": "is a subtraction: only sums are connected, `x + (-f)` say",
     "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
@@ -51,7 +52,7 @@ _LIKE_ADDS = {
     "setitem": "adds to a part of the state in place, and not as `x[rows] += f` or `x[rows] = x[rows] + f` does, with "
     "the same index and no row twice: write it so, or `x = torch.index_add(x, 0, rows, f)`",
 }
-#: And sums with what was made of a state.
+#: Why sums whose shortcut is made from a state are no residual adds.
 _SHORTCUTS = {
     "mul": SCALED,
     "div": SCALED,
@@ -65,17 +66,17 @@ class Add:
     """One residual add.
 
     Attributes:
-        op: the addition (the outermost, when parallel branches are added one by one).
-        inner: the additions inside it, in that case.
+        op: the addition; the outermost one if parallel branches are added one by one.
+        inner: in that case, the additions inside it.
         shortcut: the operand that is the stream's value.
-        state: what the shortcut is a cast or a view of: the value that the branch reads, too.
-        source: what the branches are computed from: the state, or what a projection makes the state from.
+        state: the value of which the shortcut is a cast or a view, and which the branch reads, too.
+        source: what the branches are computed from: the state, or the value that a projection makes the state from.
         branches: what is added to the shortcut, in order.
         post: operations between the addition and the next state.
-        region: the operations that the branches are: between the source (excluded) and their ends.
-        flattened: whether rows are added to the state in other dimensions, which it leaves again at once (DINOv2).
-        part: of ``x[rows] += f``, which stores a sum in the state, that sum.
-        others: residual adds of other streams in the region: the branch is made of a stream that has read the state.
+        region: operations of the branches, from the source (excluded) to their results.
+        flattened: whether the state is reshaped for the add and reshaped back at once (DINOv2).
+        part: for ``x[rows] += f``, the sum that is stored in the state.
+        others: residual adds of other streams in the region, if the branch is computed by a stream that read the state.
     """
 
     op: Op
@@ -112,7 +113,7 @@ class Add:
 
     @property
     def affine(self) -> bool:
-        """Whether what follows the add only scales its sum, and adds to it."""
+        """Whether the operations after the add only scale its sum and add to it."""
         made = {self.op, *self.post}
         for op in self.post:
             alone = op.name in ("add", "sub") or sum(source in made for source in op.inputs) == 1
@@ -125,13 +126,13 @@ class Add:
         return bool(self.post)
 
     def block(self) -> list[Scope]:
-        """The calls of modules around the addition and all that its branches do with weights."""
+        """The module calls around the addition and all weighted operations of its branches."""
         weighted = {op.scope for op in self.region if op.weighted}
         return around(scope.modules() for scope in (self.op.scope, *weighted))
 
 
 def is_view(op: Op) -> bool:
-    """Whether an operation only changes dimensions, or the order of values: then all states pass it, and mix behind it.
+    """Whether an operation only changes dimensions or the order of values, so that each state can pass it before a mix.
 
     So does an index that keeps the number of values: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
     """
@@ -141,18 +142,18 @@ def is_view(op: Op) -> bool:
 
 
 def keeps_values(op: Op) -> bool:
-    """Whether it is a view, or a cast."""
+    """Whether an operation is a view or a cast."""
     return is_view(op) or (op.name in CASTS and bool(op.inputs))
 
 
 def size_of(op: Op) -> int:
-    """How many values it has; -1 if that is not known."""
+    """The number of values in a tensor; -1 if unknown."""
     return -1 if op.shape is None else op.shape.numel()
 
 
 def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
-    """The residual adds of a flow, in order; and what looks like one, with the reason why it is none."""
-    found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
+    """The residual adds of a flow in order; and additions that only look like residual adds, each with the reason."""
+    found: dict[Op, Add] = {}  # by operation; for nested additions the outermost
     rejected: dict[Add, str] = {}
     for op in flow:
         add = _is_sum(op) and (_parallel(op, found, flow) or _plain(op, flow, found) or _projected(op))
@@ -187,9 +188,9 @@ def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
     scattered = op.name in SCATTERED
     for shortcut, branch in [(op.inputs[0], op.inputs[-1])] if scattered else (op.inputs, op.inputs[::-1]):
         if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
-            continue  # it is broadcast: no stream
+            continue  # it is broadcast
         if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
-            continue  # it is scaled
+            continue  # the shortcut is scaled
         add = _from_a_state(op, shortcut, branch, flow, found)
         if add:
             return add
@@ -197,7 +198,7 @@ def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
 
 
 def _from_a_state(op: Op, shortcut: Op, branch: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
-    """The add of a branch to a shortcut, or to what that is a cast or a view of."""
+    """The add of a branch to a shortcut, which may be a cast or a view of the state."""
     state = shortcut
     while True:
         region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
@@ -209,11 +210,11 @@ def _from_a_state(op: Op, shortcut: Op, branch: Op, flow: Flow, found: dict[Op, 
 
 
 def _of_a_part(op: Op, flow: Flow) -> Add | None:
-    """``x[rows] += f`` or ``x[rows] = x[rows] + f``, which adds a branch that is zero elsewhere."""
+    """``x[rows] += f`` or ``x[rows] = x[rows] + f``, whose branch is zero on the other rows."""
     whole, part = op.inputs[0], op.inputs[-1]
     if not _is_sum(part) or any(user.name != "setitem" for user in flow.users[part]):
         return None
-    through_view = op.place == part.place  # the sum wrote to a view; else it stands in the statement that stores it
+    through_view = op.place == part.place  # the sum wrote to a view; otherwise the storing statement holds it
     if not through_view and not _stands_before(op, part):
         return None
     for old, branch in (part.inputs, part.inputs[::-1]):
@@ -226,7 +227,7 @@ def _of_a_part(op: Op, flow: Flow) -> Add | None:
 
 
 def _stands_before(one: Op, other: Op) -> bool:
-    """Whether an expression stands before, or around, another one of the same function."""
+    """Whether one expression stands before, or around, another one in the same function."""
     if one.place is None or other.place is None or one.place[0] is not other.place[0]:
         return False
     start, other_start = (place_of(*place)[::2] for place in (one.place, other.place))
@@ -234,7 +235,7 @@ def _stands_before(one: Op, other: Op) -> bool:
 
 
 def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
-    """What combines a state with what is computed from it through weights in another way; and why it is no such add."""
+    """An operation that combines a state with a branch in a way that is no residual add, and the reason."""
     operands = op.inputs
     if op.name == KERNEL or op.leaf is not None:
         return _added_by_kernel(op, flow)
@@ -255,11 +256,11 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
 
 
 def _added_by_kernel(op: Op, flow: Flow) -> dict[Add, str]:
-    """The same for a kernel that shows no operations, in a fused add and norm, say: its result is the sum by value."""
+    """A near miss in a kernel without visible operations, such as a fused add and norm, whose result equals the sum."""
     live = [source for source in op.inputs if not source.constant and source.shape == op.shape is not None]
     pairs = [pair for pair in itertools.permutations(live, 2) if flow.tensors and _is_sum_by_value(op, *pair, flow)]
     regions = {pair: _branch(op, *pair, flow) for pair in pairs}
-    # without a region the branch reads what the same kernel made beside the state
+    # Without a region, the branch reads another result of the kernel that made the state.
     fitting = [pair for pair in pairs if regions[pair] or pair[1].weighted]
     if not fitting:
         return {}
@@ -275,7 +276,7 @@ def _is_sum_by_value(op: Op, one: Op, other: Op, flow: Flow) -> bool:
 
 
 def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
-    """The state that ``op`` takes in, and why that is no residual add; empty if it may be one."""
+    """The state that ``op`` reads, and why this is no residual add; empty if it may be one."""
     if op.name != "add":
         state = shortcut
         while keeps_values(state):
@@ -292,7 +293,7 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
 
 
 def _around(add: Add, found: dict[Op, Add]) -> str:
-    """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
+    """Why ``x + y`` is no residual add, if ``y`` is the stream, to which the same function has added a branch of x."""
     branch = add.branches[0]
     while keeps_values(branch):
         branch = branch.inputs[0]
@@ -305,12 +306,11 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
-    """The operations by which ``branch`` is made from ``state``, if they hold weights; empty if it is not.
+    """The operations that compute ``branch`` from ``state``; empty if there are none, or none with weights.
 
-    They have to run in the function of the addition, or in what it calls; in a function further out only if this one
-    returns the sum (``BertSelfOutput(hidden, input_tensor)``), or if it completes the branch and goes on with the
-    stream (SD3's ``post_attention(attn, x)``). So a mask that is added in each block is not taken for a stream from
-    one block to the next.
+    They have to run in the addition's function or in what it calls. They may run in a function further out only if this
+    one returns the sum (``BertSelfOutput(hidden, input_tensor)``), or if it completes the branch and continues the
+    stream (SD3's ``post_attention(attn, x)``). So a mask that each block adds is not taken for a stream across blocks.
     """
     if not any(op.weighted for op in between(state, branch) - {state}):
         return frozenset()
@@ -324,9 +324,9 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
 
 
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
-    """The branch, where a block adds what the one before it has computed (``x, residual = norm(x, residual)``).
+    """The branch, if a block adds what the block before it computed (``x, residual = norm(x, residual)``).
 
-    That the state is itself a sum tells it from a mask that is added in each block. The function gets both.
+    The function has to get both, and the state has to be a sum itself. A mask that each block adds is no sum.
     """
     given = [op for ops in add.scope.arguments.values() for op in ops]
     if state not in found or not {state, branch} <= {*given}:
@@ -336,7 +336,7 @@ def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozense
 
 
 def _returned(add: Op, scope: Scope, flow: Flow, added_to: bool = False) -> bool:
-    """Whether a function returns a sum, or what operations on the sum alone make of it.
+    """Whether a function returns a sum, or what operations on the sum alone compute from it.
 
     Args:
         added_to: whether further additions to the sum count as such operations.
@@ -366,7 +366,7 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
             continue  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
         region = between(first.source, branch) - {first.source}
         if not region and not _in_one_expression(inner, op):
-            continue  # what the state is made of
+            continue  # it is what the state is made of
         del found[inner]
         branches, inside = [*first.branches, branch], [*first.inner, inner]
         return Add(op, first.shortcut, first.state, first.source, branches, first.region | region, inside)
@@ -374,9 +374,9 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
 
 
 def _in_one_expression(inner: Op, outer: Op) -> bool:
-    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; true if it is not known.
+    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; True if unknown.
 
-    One expression that a loop runs twice is not inside itself.
+    An expression that a loop runs twice is not inside itself.
     """
     if inner.place is None or outer.place is None:
         return True
@@ -384,7 +384,7 @@ def _in_one_expression(inner: Op, outer: Op) -> bool:
 
 
 def _projected(op: Op) -> Add | None:
-    """``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more. A stream begins there."""
+    """``downsample(x) + f(x)``: the shortcut has one weight matrix, the branch more. A stream begins there."""
     for shortcut, branch in (op.inputs, op.inputs[::-1]):
         if shortcut.shape != op.shape:
             continue
@@ -402,7 +402,7 @@ def _projected(op: Op) -> Add | None:
 
 
 def _inside(op: Op, add: Op) -> bool:
-    """Whether ``op`` runs in what the function of ``add`` calls."""
+    """Whether ``op`` runs in a function that the function of ``add`` calls."""
     return op.scope is not add.scope and add.scope.holds(op.scope)
 
 
@@ -416,7 +416,7 @@ def _false_friend(add: Add) -> str:
 
 
 def called(scope: Scope, depth: int) -> str:
-    """Path, below the module call number ``depth`` around ``scope``, of the child that it is in; empty if in none."""
+    """The child that ``scope`` runs in, as a path relative to module call ``depth`` around it; empty if in none."""
     scopes = scope.modules()
     if len(scopes) < depth:
         return ""
@@ -425,18 +425,18 @@ def called(scope: Scope, depth: int) -> str:
 
 
 def between(start: Op, end: Op, inside: Scope | None = None, weights: bool = True) -> frozenset[Op]:
-    """All operations on ways from ``start`` to ``end``, both included; empty if there is none.
+    """All operations on paths from ``start`` to ``end``, both included; empty if there is no path.
 
     Args:
         start, end: operations.
-        inside: a call of a function that the ways must not leave behind ``start``.
-        weights: whether ways through weights count.
+        inside: a function call; after ``start``, paths have to stay inside it.
+        weights: whether paths through weights count.
     """
     if start is end:
         return frozenset([start])
     if start.index > end.index:
         return frozenset()
-    # backwards from the end, as far as the start; then forwards among what was met
+    # Go back from the end to the start, then forward among the operations that were met.
     before: list[Op] = []
     seen: set[Op] = {end}
     todo = [end]
@@ -457,7 +457,7 @@ def between(start: Op, end: Op, inside: Scope | None = None, weights: bool = Tru
 
 
 def _is_index(op: Op) -> bool:
-    """Whether it is of whole numbers or truth values, which say what happens to a state, and are none."""
+    """Whether a tensor holds integers or booleans, which are no states."""
     return op.dtype is not None and not (op.dtype.is_floating_point or op.dtype.is_complex)
 
 

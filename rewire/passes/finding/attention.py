@@ -1,7 +1,7 @@
-"""Finder: what projects the queries, keys and values of an attention, by what it uses as such.
+"""Finder: what projects the queries, keys and values of an attention, found by their use.
 
-An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. What multiplies by weights
-first on the ways to its three inputs are the projections: modules, or products with weights in a forward,
+An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. On the paths to its three
+inputs, the first operations with weights are the projections: modules, or products with weights in a forward,
 ``F.linear(x, self.in_proj_weight)``.
 """
 
@@ -15,20 +15,21 @@ from rewire.passes.finding.adds import Add, keeps_values
 from rewire.passes.finding.flow import Flow, Op, given, reached
 from rewire.passes.finding.rerun import gradients
 
-#: What a torch.nn.MultiheadAttention calls, for projections, attention and output.
+#: What a torch.nn.MultiheadAttention calls: projections, attention and output in one function.
 MULTIHEAD = "multi_head_attention_forward"
-#: What may be made of a weight before it is used: all of it, scaled perhaps. (``get`` and ``getattr`` are `weight.T`.)
+#: Operations that use a whole weight, perhaps scaled. (``get`` and ``getattr`` are `weight.T`.)
 _WHOLE = {"get", "getattr", "mul", "div"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
 def projections_in(flow: Flow, add: Add) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-    """What projects queries, keys and values in a branch, or what projects all three: see `Projections.paths`.
+    """The projections of queries, keys and values in each attention of a branch: see `Projections.paths`.
+
+    Attentions that share projections, or of which one projection makes two inputs, are left out.
 
     Returns:
-        Three paths (q, k, v); or one; or that of one of them, and of what makes the other two. And smaller maps that
-        take part in one of the three (a gate of the values), by path. Of each attention that has projections of its
-        own, and none that is part of two.
+        For each attention: one path, three (q, k, v), or two (one of the three; the other two); and smaller maps that
+        take part in one of the three (a gate of the values), by path.
     """
     found: list[tuple[tuple[str, ...], dict[str, str]]] = []
     for op, values in attentions(flow, add):
@@ -51,16 +52,16 @@ def shared_in(flow: Flow, add: Add) -> str:
 
 
 def weight_of(op: Op) -> str:
-    """The weight that an operation in a forward multiplies by: ``attn.in_proj_weight``, or how a part of it is taken.
+    """The weight that an operation in a forward multiplies by: ``attn.in_proj_weight``, or the slicing of one.
 
-    Empty if there is none, or several, or if it is made of several.
+    Empty if there is no weight, or several, or if it is made of several.
     """
     weight = weight_in(op)
     return "" if weight is None else _taken_from(weight)
 
 
 def weight_in(op: Op) -> Op | None:
-    """What makes the only weight that an operation in a forward multiplies by."""
+    """The operation that makes the only weight that an operation in a forward multiplies by."""
     if op.leaf is not None or op.constant or not op.matrices:
         return None
     weights = [source for source in op.inputs if source.constant and _is_matrix(source)]
@@ -68,12 +69,12 @@ def weight_in(op: Op) -> Op | None:
 
 
 def _is_matrix(weight: Op) -> bool:
-    """Also of a part of one, whose shape a trace does not tell."""
+    """Whether a weight is a matrix. A part of a matrix counts, too: a trace does not know its shape."""
     return any(map(_is_matrix, weight.inputs)) if weight.shape is None else is_matrix(weight.shape)
 
 
 def projected_by(op: Op) -> str:
-    """The module that an operation calls, or the weight that it multiplies by, as `projections_in` names it."""
+    """The name, as in `projections_in`, of the module that an operation belongs to, or of the weight that it uses."""
     if op.leaf is None:
         return weight_of(op)
     return op.scope.path if op.scope.module is op.leaf else f"{op.scope.path}.{op.name}".strip(".")
@@ -103,7 +104,7 @@ def attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, tuple[Op, Op, Op]]]:
 
 
 def _by_name(op: Op) -> tuple[Op, Op, Op]:
-    """The three of an attention that is one operation, which may be given by name, in any order."""
+    """Queries, keys and values of an attention that is one operation, whose arguments may be named, in any order."""
     args, kwargs = given(op)
     named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
     q, k, v = (next(o for o in op.inputs if named[name] in (o, o.node)) for name in ("query", "key", "value"))
@@ -111,7 +112,7 @@ def _by_name(op: Op) -> tuple[Op, Op, Op]:
 
 
 def _queries_first(flow: Flow, softmax: Op, a: Op, b: Op) -> tuple[Op, Op] | None:
-    """Which of the two that scores are made of are the queries: all scores of one row are of one query, of all keys.
+    """The operands of the scores, queries first: each row of scores is of one query and all keys.
 
     The product may have them in either order, and the softmax may be over any dimension.
     """
@@ -127,7 +128,7 @@ def _queries_first(flow: Flow, softmax: Op, a: Op, b: Op) -> tuple[Op, Op] | Non
 
 
 def _before(softmax: Op, region: Collection[Op]) -> Op | None:
-    """The product that scores are made of: scaled, masked, biased."""
+    """The product that makes the scores, before they are scaled, masked and biased."""
 
     def is_product(op: Op) -> bool:
         return op.name in _PRODUCTS and sum(not source.constant for source in op.inputs) >= 2
@@ -136,13 +137,13 @@ def _before(softmax: Op, region: Collection[Op]) -> Op | None:
         return () if is_product(op) else (o for o in op.inputs if o in region and not o.weighted)
 
     found = [*filter(is_product, reached([softmax], before))]
-    # Of positions there may be another one.
+    # Position scores may be another product.
     found = [op for op in found if all(source in region for source in op.inputs[-2:])] or found
     return found[0] if len(found) == 1 else None
 
 
 def _behind(flow: Flow, softmax: Op) -> Op | None:
-    """The values of the product in which the weights are used: dropped, masked, without what is no number."""
+    """The values, found through the product that uses the weights after dropout, masks and nan_to_num."""
 
     def users(op: Op, products: bool) -> list[Op]:
         return [o for o in flow.users[op] if not o.weighted and (o.name in _PRODUCTS) == products]
@@ -154,7 +155,7 @@ def _behind(flow: Flow, softmax: Op) -> Op | None:
 
 
 def _paths(add: Add, attention: Op, values: tuple[Op, Op, Op]) -> tuple[tuple[str, ...], dict[str, str]] | None:
-    """What made each of the values: of several the widest, and those beside it."""
+    """The projection of each value (the widest of several), and the other maps that take part."""
     made = [_sources(add.region, attention, value) for value in values]
     if any(not widths for widths in made):
         return None
@@ -177,11 +178,11 @@ def _widest(widths: dict[str, int]) -> str:
 
 
 def _sources(region: Collection[Op], attention: Op, value: Op) -> dict[str, int]:
-    """What multiplies by weights first on the ways to a value, and how wide that is; empty if one is unclear.
+    """The first operations with weights on the paths to a value, and their widths; empty if one is unclear.
 
-    What comes behind it (a short convolution of keys, a second map) works on what it has made.
+    Later ones (a short convolution of keys, a second map) work on their results.
     """
-    behind: set[Op] = set()  # operations with weights
+    behind: set[Op] = set()  # operations that come after one with weights
     for op in sorted(region, key=lambda op: op.index):
         if any(source in region and (source.weighted or source in behind) for source in op.inputs):
             behind.add(op)
@@ -199,7 +200,7 @@ def _sources(region: Collection[Op], attention: Op, value: Op) -> dict[str, int]
 
 
 def _projects(op: Op, attention: Op) -> str:
-    """The module that an operation with weights is the work of; or a weight, if it is part of the attention's forward.
+    """The module to which an operation with weights belongs; its weight, if it is part of the attention's forward.
 
     Empty if that is unclear.
     """

@@ -1,7 +1,7 @@
 """Finder: follow the residual stream from one residual add to the next.
 
-The value that an add makes is the state that the next add takes as its shortcut: as it is, or after operations without
-weights (a norm, a scale, a view), wherever in the model's code they stand.
+The result of an add is the state that the next add takes as its shortcut. Operations without weights (a norm, a scale,
+a view) may come in between, anywhere in the model's code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rewire.passes.finding.flow import Flow, Op, Place, Scope, around, reached
 from rewire.trunk import Loops
 
 LONG = "a shortcut around a whole trunk"
-#: Operations that make a larger tensor of several, which a trace without shapes does not tell.
+#: Operations that join tensors to a larger one, which a trace without shapes does not show.
 _JOINS = ("cat", "concat", "stack")
 NESTED = "inside the branch of another residual add"
 
@@ -27,12 +27,12 @@ _Written: TypeAlias = tuple[str, CodeType | None, Place | None, frozenset[str]]
 
 @dataclasses.dataclass(eq=False)
 class Chain:
-    """Residual adds in a row, each of which takes up what the one before it made.
+    """Residual adds in a row, each of which continues the state that the one before it made.
 
     Attributes:
         adds: the adds.
-        passages: for each of them, the casts and views between the state that the one before it made and its own
-            state, in order.
+        passages: for each add, the casts and views between the state that the add before it made and its own state, in
+            order.
     """
 
     adds: list[Add]
@@ -44,7 +44,7 @@ class Chain:
         return self.adds[0].state
 
     def home(self) -> Scope:
-        """The innermost call of a function that holds all adds."""
+        """The innermost function call that contains all adds."""
         return around(add.op.scope.chain() for add in self.adds)[-1]
 
 
@@ -53,7 +53,7 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
 
     Args:
         flow: what was run or traced.
-        restart: whether a stream begins anew in each pass of a loop; else where the loop makes its state anew.
+        restart: whether a stream restarts in each pass of a loop; else it does where the loop makes its state anew.
     """
     found, rejected = residual_adds(flow)
     adds = _without_nested(flow, found, rejected)
@@ -81,9 +81,9 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
 
 
 def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
-    """A row, cut where a skip leads it around another one whose blocks get its state, too, in the same loop (Funnel).
+    """A row, cut where it skips another row whose blocks, called in the same loop, read the same state (Funnel).
 
-    To hand a state to these blocks is written as to hand a stream to its own.
+    The source passes a state to these blocks in the way in which it passes a stream to the row's own blocks.
     """
     others = [add for other in rows if other is not row and len(other) > 1 for add in other]
     ends = [0]
@@ -100,7 +100,7 @@ def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> lis
 
 
 def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
-    """A row, cut in front of each pass through a loop in which the stream begins anew, and behind the last one."""
+    """A row, cut before each pass of a loop in which the stream restarts, and after the last pass."""
     ends = [0]
     for first, adds, passes in loops_in(row):
         starts = range(first, first + adds * passes + 1, adds)
@@ -113,7 +113,7 @@ def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
 
 
 def loops_in(row: Sequence[Add]) -> Loops:
-    """See `Trunk.loops`."""
+    """The loops of a row: see `Trunk.loops`."""
     places, loops, first = [_written(add) for add in row], list[tuple[int, int, int]](), 0
     while first < len(row):
         adds, passes = _repeated(places, first)
@@ -123,7 +123,7 @@ def loops_in(row: Sequence[Add]) -> Loops:
 
 
 def _repeated(places: Sequence[_Written], first: int) -> tuple[int, int]:
-    """How many residual adds from the first one on are those of one pass through a loop, and the number of passes."""
+    """The number of residual adds in one pass of the loop that starts at ``first``, and the number of passes."""
     again = (n for n in range(first + 1, len(places)) if places[n] == places[first])
     for end in again if places[first][2] is not None else ():
         loop, passes = places[first:end], 1
@@ -135,9 +135,9 @@ def _repeated(places: Sequence[_Written], first: int) -> tuple[int, int]:
 
 
 def _made_anew(flow: Flow, add: Add, following: Add) -> bool:
-    """Whether a pass through a loop begins with more than what the one before it has made, or without its gradients.
+    """Whether a pass of a loop starts with more than the result of the pass before it, or without its gradients.
 
-    Where one call makes both adds there is no place at which a stream could begin anew.
+    False if one call makes both adds: then there is no place at which a stream could restart.
     """
     if add.op.scope is following.op.scope:
         return False
@@ -150,9 +150,9 @@ def _made_anew(flow: Flow, add: Add, following: Add) -> bool:
 
 
 def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
-    """A row, cut where it runs through the code of another one: the last pass through a loop goes on with what follows.
+    """A row, cut where it runs through another row's code, as the last pass of a loop does before it goes on.
 
-    So all passes through a loop whose state begins anew are streams of the same blocks, and what follows is another.
+    So if a loop restarts its state, all its passes are streams of the same blocks, and what follows is another stream.
     """
     places = [_written(add) for add in row]
     for other in rows:
@@ -166,13 +166,13 @@ def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
 
 
 def _written(add: Add) -> _Written:
-    """The expression and the module that make an add, and the modules of its branches."""
+    """Where an add is written: its module, code and expression, and the modules of its branches."""
     modules = frozenset(op.scope.path for op in add.region if op.weighted)
     return add.op.scope.path, add.op.scope.code, add.op.place, modules
 
 
 def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
-    """For adds whose state another add made, that one."""
+    """Each add whose state another add made -> that other add."""
     by_op = {add.op: add for add in adds}
     origin: dict[Op, Add] = {}
     for op in flow:
@@ -191,7 +191,7 @@ def same_size(op: Op, other: Op) -> bool:
 
 
 def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> list[Add]:
-    """The adds that are no part of another one's branch, or make a trunk there; and no long skips around trunks."""
+    """The adds without those inside another add's branch that form no trunk there, and without skips around trunks."""
     alive = set(adds)
     follows = _links(flow, adds)
     by_op = {add.op: add for add in adds}
@@ -207,7 +207,7 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
         skip = any(_goes_on(add, follows[one], one) for one in inner if follows.get(one) in alive - inner)
         if skip or (body and not (outside and _holds(add, inner, beside))):
             dead, why = [add], LONG
-        else:  # of blocks that are whole trunks, all
+        else:  # the branch contains whole blocks of an outer trunk
             dead, why = [] if body else sorted(inner, key=lambda one: one.op.index), NESTED
         alive.difference_update(dead)
         rejected.update(dict.fromkeys(dead, why))
@@ -215,9 +215,9 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
 
 
 def _holds(add: Add, inner: Collection[Add], beside: Collection[Add]) -> bool:
-    """Whether a module makes an add around a whole trunk that it calls, and where it calls no blocks beside that.
+    """Whether a module adds around a whole trunk that it calls, in a place where it calls no blocks of the outer trunk.
 
-    One loop over several levels (Funnel) hands the state of the one to the other.
+    One loop over several levels (Funnel) passes the state of one level to the next.
     """
     home = add.op.scope.modules()[-1]
     inside, others = ({_call_below(home, one) for one in adds} for adds in (inner, beside))
@@ -225,19 +225,19 @@ def _holds(add: Add, inner: Collection[Add], beside: Collection[Add]) -> bool:
 
 
 def _call_below(scope: Scope, add: Add) -> Place | None:
-    """Where a call calls what makes an add; None if it does not."""
+    """The place in ``scope`` of the call in which an add runs; None if there is none."""
     return next((inner.call for inner in add.op.scope.chain() if inner.parent is scope), None)
 
 
 def _starts_inside(one: Add, inner: set[Add], around: Add, follows: dict[Add, Add]) -> bool:
-    """Whether the stream of an add in a branch starts there, and does not come by from elsewhere (SAM, Evoformer)."""
+    """Whether the stream of an add in a branch starts in that branch, and does not only pass by (SAM, Evoformer)."""
     while follows.get(one) in inner:
         one = follows[one]
     return one.source in around.region or one.source in (around.state, around.source)
 
 
 def _goes_on(around: Add, before: Add, inner: Add) -> bool:
-    """Whether the code that made an add makes the one that follows it, too: a trunk of which one block is skipped."""
+    """Whether the code of ``before`` makes ``inner``, too: then a shortcut skips a block of a trunk."""
     one, other = _place(before), _place(inner)
     if not _place(around).holds(one):
         return False
@@ -251,7 +251,7 @@ def _place(add: Add) -> Scope:
 
 
 def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
-    """How many adds follow each other from each add on, at most."""
+    """The length of the longest chain of adds from each add on."""
     lengths = dict.fromkeys(adds, 1)
     for add in reversed(adds):
         before = follows.get(add)
@@ -261,10 +261,10 @@ def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
 
 
 def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[Add, int]) -> Add | None:
-    """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several.
+    """The add that continues ``add``; if there are several, the one with the longest stream.
 
-    Of equal ones it is the last, as of several that the next state is made of. Not one that begins a trunk in the
-    branch of another that does.
+    Among equal ones it is the last, as the next state may be made of several. An add that starts a trunk in another
+    candidate's branch does not count.
     """
     following = [other for other in adds if follows.get(other) is add]
     following = [other for other in following if not any(other.op in around.region for around in following)]
@@ -272,9 +272,9 @@ def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[
 
 
 def _rows(adds: list[Add]) -> list[Chain]:
-    """The chain of ``adds``, cut where states before could not be mixed with those behind.
+    """The chain of ``adds``, cut where states before and after an add cannot be mixed.
 
-    Views behind what changes values go with all states. Before it they go with one: then states differ in their order.
+    Views after the last change of values apply to all states. Views before it apply to one, whose order then differs.
     """
     rows = [Chain(adds[:1], [[]])]
     for add, following in itertools.pairwise(adds):
@@ -289,14 +289,14 @@ def _rows(adds: list[Add]) -> list[Chain]:
 
 
 def rearranged(post: Sequence[Op], before: Op) -> bool:
-    """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
+    """Whether ``post`` leaves a state in another order (turned and not turned back) or in another shape."""
     turns = sum((op.name in TURNS or _reorders(op)) and same_size(op, before) for op in post)
     shaped = any(bool(op.inputs) and op.shape != op.inputs[0].shape for op in post)
     return turns % 2 == 1 or (shaped and before.shape != post[-1].shape)
 
 
 def _reorders(op: Op) -> bool:
-    """Whether it is ``x[order]``, or another index with lists or tensors."""
+    """Whether an operation is ``x[order]``, or indexes with lists or tensors in another way."""
     if op.name in ("index_select", "gather"):
         return True
     index = op.selected[0] if op.name == "getitem" and op.selected else ()
@@ -305,9 +305,9 @@ def _reorders(op: Op) -> bool:
 
 
 def _split(way: Iterable[Op], before: Op) -> tuple[list[Op], list[Op]]:
-    """The operations on the way from one state to the next: up to the last that changes values, and the rest.
+    """The operations between two states, split after the last one that changes values.
 
-    Views that turn back what was turned before such a change belong to the first.
+    Views after it that undo a reordering from before it belong to the first part.
     """
     ops = sorted(way, key=lambda op: op.index)
     count = max((n for n, op in enumerate(ops, start=1) if not keeps_values(op)), default=0)
@@ -317,17 +317,17 @@ def _split(way: Iterable[Op], before: Op) -> tuple[list[Op], list[Op]]:
 
 
 def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
-    """The norms and activations behind the last add that belong to its block, as in post-norm blocks.
+    """Set the last add's ``post``: the norms and activations after it that belong to its block, as in post-norm blocks.
 
     Args:
         flow: what was run or traced.
         chain: a stream.
-        sums: the residual adds of all streams: behind another one nothing is of this stream's.
+        sums: the residual adds of all streams, at which the search stops.
     """
     last = chain.adds[-1]
     block, after = last.block()[-1], _after(flow, last.op, sums)
     if len(chain.adds) > 1 and block.holds(chain.home()):
-        # All adds stand in one forward, and the network's final norm follows: only what followed the others counts.
+        # All adds are in one forward, and the final norm follows: only what follows the other adds, too, counts.
         alike = [a for a in chain.adds[:-1] if (a.op.scope.code, a.op.place) == (last.op.scope.code, last.op.place)]
         names = [op.name for op in alike[-1].post] if alike else []
         if names and [op.name for op in after[: len(names)]] == names:
@@ -338,14 +338,14 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:
-    """Whether the value of ``op`` is used outside ``block``, or returned by it: as far as is known, if used nowhere."""
+    """Whether ``op`` is used outside ``block``, or returned by it: if the results are unknown, if nothing uses it."""
     users = flow.users[op]
     returned = op in block.results if block.results else not users
     return returned or any(not block.holds(user.scope) for user in users)
 
 
 def _after(flow: Flow, op: Op, until: Set[Op]) -> list[Op]:
-    """Operations without weights on what ``op`` made, of its size, in order; up to others."""
+    """The operations after ``op`` without weights and of the same size, in order, as far as those in ``until``."""
     goes_on = lambda user: user not in until and not user.weighted and same_size(user, op)  # noqa: E731
     behind = reached([op], lambda made: filter(goes_on, flow.users[made]))
     return sorted(behind - {op}, key=lambda other: other.index)

@@ -1,6 +1,6 @@
-"""Which dimension of a trunk's states holds the channels: weights tell that of what they are applied to.
+"""Finder: which dimension of a trunk's states holds the channels. Weights that are applied to the states tell.
 
-A linear map mixes the last dimension, a convolution that in front of its positions, and a norm has gains along it. The
+A linear map mixes the last dimension, a convolution the one before its positions, and a norm has gains along it. The
 views between a state and the first such weights that read it are followed back to the state.
 """
 
@@ -25,11 +25,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLUTION = re.compile(r"^_?conv(?:_transpose|_transposed)?(\d)d")
 _OVER_CHANNELS = ("batch_norm", "group_norm", "instance_norm")
 _OVER_THE_LAST = ("layer_norm", "rms_norm", "native_layer_norm")
-_SIZES = (2, 3, 5, 7, 11, 13, 17)  # of dimensions, so that each can be told from the others
+_SIZES = (2, 3, 5, 7, 11, 13, 17)  # of dimensions: all different, so that a view shows where each one goes
 
 
 def channels_of(flow: Flow, add: Add) -> tuple[int | None, int]:
-    """Width of the stream (None if unknown) and its channels' dimension, by what follows an add and reads its state."""
+    """Width of the stream (None if unknown) and its channel dimension, from the operations that read the state."""
     if add.shape is not None:
         for start, ops in ((add.op, add.post), (add.source, sorted(add.region, key=lambda op: op.index))):
             dim = None if start.shape is None or len(start.shape) != len(add.shape) else _first(flow, start, ops)
@@ -43,7 +43,7 @@ def channels_of(flow: Flow, add: Add) -> tuple[int | None, int]:
 
 
 def _first(flow: Flow, start: Op, ops: Iterable[Op]) -> int | None:
-    """The dimension of what ``start`` makes that the first weights among ``ops`` take for that of the channels."""
+    """The dimension of ``start`` that the first weights among ``ops`` take as channels."""
     for op in ops:
         for source in op.inputs:
             dim = None if source.constant or source.shape is None else _told(flow, op, source)
@@ -54,7 +54,7 @@ def _first(flow: Flow, start: Op, ops: Iterable[Op]) -> int | None:
 
 
 def _told(flow: Flow, op: Op, source: Op) -> int | None:
-    """The dimension of an operand that holds channels, counted from the end; None if the operation does not tell."""
+    """An operand's channel dimension, counted from the end; None if the operation does not tell."""
     assert source.shape is not None
     dims = len(source.shape)
     weighted = any(other.constant for other in op.inputs)
@@ -78,7 +78,7 @@ def _told(flow: Flow, op: Op, source: Op) -> int | None:
 
 
 def _gained(flow: Flow, op: Op, source: Op) -> int | None:
-    """The dimension along which gains or shifts, one for each channel, are applied to ``source``."""
+    """The dimension along which ``source`` gets one gain or shift per channel."""
     assert source.shape is not None
     for gains in (other for other in op.inputs if other.constant):
         long = [n for n, size in enumerate(reversed(gains.shape or ()), start=1) if size > 1]
@@ -95,7 +95,7 @@ def _learned(flow: Flow, op: Op) -> bool:
 
 
 def _followed(op: Op, dim: int, start: Op) -> int | None:
-    """The dimension of what ``start`` makes that goes on as ``dim`` of what ``op`` makes; None if that is not known."""
+    """The dimension of ``start`` that becomes ``dim`` of ``op``; None if unknown."""
     todo, seen = [(op, dim)], {(op, dim)}
     while todo:
         op, dim = todo.pop()
@@ -111,10 +111,10 @@ def _followed(op: Op, dim: int, start: Op) -> int | None:
 
 
 def _before(op: Op, source: Op, dim: int) -> int | None:
-    """The dimension of an operand that goes on as ``dim`` of the result."""
+    """The dimension of an operand that becomes ``dim`` of the result."""
     made, shape = op.shape, source.shape
     assert made is not None and shape is not None
-    if -dim > len(made):  # it is broadcast
+    if -dim > len(made):  # broadcast
         return None
     if op.name in TURNS:
         return _turned(op, source, dim)
@@ -126,7 +126,7 @@ def _before(op: Op, source: Op, dim: int) -> int | None:
 
 
 def _turned(op: Op, source: Op, dim: int) -> int | None:
-    """As `_before`, of a view that changes the order: by what it does to a tensor whose sizes tell dimensions apart."""
+    """`_before` for a view that changes the order: apply it to a tensor whose sizes are all different."""
     assert source.shape is not None
     sizes = _SIZES[: len(source.shape)]
     args, kwargs = given(op)
@@ -142,7 +142,7 @@ def _turned(op: Op, source: Op, dim: int) -> int | None:
 
 
 def are_turned(chain: Chain, sites: Sequence[Site]) -> bool:
-    """Whether views between two adds move the channels to another dimension, in which nothing is added, and back."""
+    """Whether views between two adds move the channels to another dimension and back, with no add in between."""
     for add, passage, site in zip(chain.adds[1:], chain.passages[1:], sites[1:], strict=True):
         sizes, wanted = add.shape, site.channel_dim
         dim: int | None = None if sizes is None else wanted - len(sizes) * (wanted >= 0)
@@ -156,7 +156,7 @@ def are_turned(chain: Chain, sites: Sequence[Site]) -> bool:
 
 
 def _by_modules(flow: Flow, add: Add) -> tuple[int | None, int]:
-    """As `channels_of`, by the modules that follow an add and read its state: of traces, which know no shapes."""
+    """`channels_of` for traces, which know no shapes: by the modules that follow an add and read its state."""
     block = add.block()[-1]
     for op in (*add.post, *_readers(flow, add.state)):
         below = block.holds(op.scope) and op.scope.path != block.path
@@ -171,7 +171,7 @@ def _by_modules(flow: Flow, add: Add) -> tuple[int | None, int]:
 
 
 def _readers(flow: Flow, state: Op) -> Iterator[Op]:
-    """What reads a state, as it is or cast."""
+    """The readers of a state, or of a cast of it."""
     for user in flow.users[state]:
         yield from _readers(flow, user) if user.name in CASTS else (user,)
 

@@ -1,6 +1,6 @@
 """Finder: streams whose gradients the model cuts between two residual adds.
 
-What it cuts is the newest state alone; with learned connections later blocks read the earlier ones, too.
+Such a cut affects the newest state only, but with learned connections later blocks read earlier states, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def are_cut(flow: Flow, add: Add, following: Add) -> bool:
     """Whether gradients of one residual add do not reach the one before it, or only one of them has any."""
     if add.op.recorded != following.op.recorded:
         return True
-    if not flow.tensors:  # it was not run
+    if not flow.tensors:  # a trace
         return False
     x, y = (flow.tensors[op.index] for op in (add.op, following.shortcut))
     if x is y or not x.requires_grad or any(sum(z is other for other in flow.tensors) > 1 for z in (x, y)):
@@ -52,16 +52,16 @@ def are_cut(flow: Flow, add: Add, following: Add) -> bool:
 
 
 def _reached(x: Tensor, y: Tensor, between: Iterable[Tensor]) -> bool:
-    """Whether gradients of ``y`` reach ``x``; those of autograd's functions in between may be zero.
+    """Whether gradients of ``y`` reach ``x``. Those of autograd functions in between may be zero, and then do not.
 
     Raises:
-        BadExampleInputs: that shows in a real run only.
+        BadExampleInputs: only a real run can show it.
     """
     if not y.requires_grad:
         return False
     try:
         (grad,) = torch.autograd.grad(y, x, torch.rand_like(y), retain_graph=True, allow_unused=True)
-    except RuntimeError as error:  # something has been written to since
+    except RuntimeError as error:  # a tensor was written to since
         log.debug("whether gradients pass cannot be seen: %s", error)
         return True
     functions = any(isinstance(gradient_of(z), torch.autograd.function.BackwardCFunction) for z in between)

@@ -1,8 +1,8 @@
-"""What a model computes, as the finder sees it: operations on tensors, and the calls of functions that they run in.
+"""What a model computes, as the finder sees it: operations on tensors, and the function calls in which they run.
 
-Both ways of looking at a model give this form: a run under the recorder (`record`) and a symbolic trace (`follow`); so
-do flat graphs of torch.compile and torch.export (`graphs`). An operation says what it is computed from, how many
-weight matrices it reads, and, where the code is known, which expression of the source it is.
+All ways of looking at a model give a `Flow`: a run under the recorder (`record`), a symbolic trace (`follow`), and the
+flat graphs of torch.compile and torch.export (`graphs`). Each operation knows its inputs, how many weight matrices it
+reads, and, where the code is known, its expression in the source.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from rewire.trunk import LeftAlone
 
-#: Operations on each element by itself: a table of weights that takes part in one (a position embedding, a mask) mixes
-#: nothing.
+#: Elementwise operations and the like: with a table of weights (a position embedding, a mask) they mix no channels.
 ELEMENTWISE = frozenset(
     {"add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "lerp", "addcmul", "addcdiv", "copy"}
     | {"where", "masked_fill", "maximum", "minimum", "clamp", "eq", "ne", "lt", "gt", "le", "ge"}
@@ -32,13 +31,13 @@ ELEMENTWISE = frozenset(
     | {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "t"}
     | {"mean", "sum", "softmax", "norm", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 )
-#: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
+#: Operations that mix positions without weights (FNet, PoolFormer). They make a branch as weights do.
 MIXING = ("fft", "fourier", "pool")
 
 _DRAWS = re.compile(r"^(rand|bernoulli|multinomial|normal$|uniform$|dropout|exponential$)")
 _NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
-#: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
+#: An instruction: the code of a function, or of one nested in it (a comprehension), and the offset in it.
 Place: TypeAlias = tuple[CodeType, int]
 #: Arguments of a call, by position and by name.
 Args: TypeAlias = tuple[Any, ...]
@@ -50,21 +49,20 @@ class Scope:
     """One call of a function: a module's forward, or a function or method that it calls.
 
     Attributes:
-        parent: the call that it was made from; None for the model's own forward.
-        path: of the module whose forward it is, or is part of, from the model's root.
+        parent: the calling scope; None for the model's own forward.
+        path: from the model's root, of the module whose forward this is or belongs to.
         module: that module; None where only its path is known.
         kind: class of that module, as text.
-        code: of the function; None if it is no Python function, or not known.
-        call: where in the parent's code it was called; None if that is not known.
+        code: of the function; None if it is no Python function, or unknown.
+        call: the place of the call in the parent's code; None if unknown.
         helper: whether it is a function that a forward calls, rather than a forward.
-        bare: whether it is a forward that was called as a function, rather than by its module.
-        arguments: its parameters that hold tensors: name -> the operations that made them.
-        results: what made the tensors that it returned, where that is known.
+        bare: whether it is a forward that was called as a function, rather than through its module.
+        arguments: parameters that hold tensors: name -> the operations that made them.
+        results: the operations that made the returned tensors, where known.
         returns_more: whether it returned anything else than one tensor.
         namespace: globals of a helper.
-        again: code of functions inside the function that activation checkpointing runs, and runs again; where it is
-            handed these.
-        key: tells calls of one parent apart.
+        again: code of nested functions that activation checkpointing runs, and reruns -> where they are passed to it.
+        key: distinguishes calls with the same parent.
     """
 
     parent: Scope | None
@@ -84,7 +82,7 @@ class Scope:
     _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def outward(self) -> Iterator[Scope]:
-        """This call and those around it."""
+        """This call and those around it, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
@@ -95,13 +93,13 @@ class Scope:
         return [*self.outward()][::-1]
 
     def modules(self) -> list[Scope]:
-        """The calls of modules among `chain`."""
+        """The calls in `chain` that are forwards of modules."""
         if self._modules is None:
             self._modules = [scope for scope in self.chain() if not scope.helper]
         return self._modules
 
     def holds(self, other: Scope) -> bool:
-        """Whether ``other`` is this call, or was made from within it."""
+        """Whether ``other`` is this call, or was made inside it."""
         scope: Scope | None = other
         while scope is not None:
             if scope is self:
@@ -110,7 +108,7 @@ class Scope:
         return False
 
 
-#: The name of what an autograd function computes in ways that show no operations: by kernels, or in C++.
+#: Name of an operation inside an autograd function that a kernel or C++ does, so that no torch operations show it.
 KERNEL = "kernel"
 
 
@@ -119,25 +117,25 @@ class Op:
     """One tensor, and the operation that made it.
 
     Attributes:
-        index: order in which it ran.
-        name: what it is: ``add``, ``linear``; of a leaf the path of the module below its caller.
-        inputs: what it is computed from; parameters and buffers aside.
-        scope: the call that it runs in.
-        place: where it stands in the scope's code; None if that is not known.
+        index: position in the order of execution.
+        name: of the operation: ``add``, ``linear``; for a leaf, the path of the module relative to its caller.
+        inputs: the operations that made its operands, without parameters and buffers.
+        scope: the call in which it runs.
+        place: its place in the scope's code; None if unknown.
         matrices: number of weight matrices that it reads.
-        leaf: the module, for the call of one that was not looked into.
+        leaf: the module, if this is the call of a module that was not looked into.
         constant: whether it is made of parameters, buffers and numbers only.
-        parameter: name of the parameter or buffer that it is.
-        shape, dtype: of the tensor; None if they are not known.
+        parameter: name of the parameter or buffer, if it is one.
+        shape, dtype: of the tensor; None if unknown.
         sizes: the numbers among the arguments of a view, a split or a chunk.
-        selected: the index of ``x[index]``, or of ``x[index] = y``, with operations for its tensors; None if it is not
-            known, or if it names a place twice.
-        scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
-        call: of one that was run: the function, and its arguments with operations for tensors.
-        item: which of the tensors of that call's result this is; of its arguments, for one that was written to, as ~n.
+        selected: the index of ``x[index]`` or ``x[index] = y``, with operations for its tensors; None if unknown, or if
+            it names a place twice.
+        scale: ``alpha`` of ``add(x, f, alpha=..)``, if it is given and not 1.
+        call: if it was run: the function, and its arguments with operations for tensors.
+        item: which tensor of the call's result this is; ~n if it is argument n, which the call has written to.
         recorded: whether autograd was on.
-        reentrant: of an add that an autograd function made with autograd off: that function's call, as a sentence.
-        node: of a torch.fx graph, if it is from one.
+        reentrant: for an add inside an autograd function with autograd off: that function's call, as a sentence.
+        node: in a torch.fx graph, if it is from one.
     """
 
     index: int
@@ -165,7 +163,7 @@ class Op:
 
     @property
     def weighted(self) -> bool:
-        """Whether what passes it goes through weights, or is mixed across positions."""
+        """Whether the operation applies weights, or mixes positions."""
         if self.matrices:
             return True
         if self.leaf is None:
@@ -174,7 +172,7 @@ class Op:
 
 
 def given(op: Op) -> tuple[Args, Kwargs]:
-    """The arguments of an operation, with operations or nodes for tensors; none if they are not known."""
+    """The arguments of an operation, with operations or nodes for tensors; empty if unknown."""
     if op.call is not None:
         return op.call[1:]
     return ((), {}) if op.node is None else (op.node.args, dict(op.node.kwargs))
@@ -182,12 +180,12 @@ def given(op: Op) -> tuple[Args, Kwargs]:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """A variable of a running function that holds a tensor, or what has the same memory, and is read again.
+    """A variable of a running function that shares a tensor's memory and will be read again.
 
     Attributes:
         code: of the function.
         name: of the variable.
-        op: what made the tensor that it holds; None if that is not known.
+        op: what made the tensor in it; None if unknown.
     """
 
     code: CodeType
@@ -201,17 +199,17 @@ class Flow:
 
     Attributes:
         model: that was run or traced.
-        before: of a run, a copy with the same parameters that has not run: modules may remember what they made.
+        before: for a run: a copy with the same parameters that has not run, as modules may cache what they computed.
         ops: the operations.
         outputs: what a traced model returns.
-        unread: what could not be looked into, by module path.
+        unread: modules that could not be looked into, by path.
         unseen: in words, a tensor that no recorded operation made; empty if there is none.
-        guessed: of a run on the meta device, where the model first decides by the value of an input or a weight.
+        guessed: for a run on the meta device: where the model first branches on the value of an input or a weight.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
-        held: for operations that wrote to a tensor in place, what else holds it and is read afterwards.
-        casts: casts that returned what they were given: where, and what made that.
-        hooked: tensors that got a hook on their gradient: what made them, and where.
-        tensors: of a run that has just ended, what each operation made.
+        held: for in-place operations: other variables with the same memory that are read afterwards.
+        casts: casts that returned their argument unchanged: where, and what made the argument.
+        hooked: operations whose results got a gradient hook, and where.
+        tensors: for a run that has just ended: the result of each operation.
     """
 
     model: nn.Module
@@ -231,7 +229,7 @@ class Flow:
         return iter(self.ops)
 
     def __str__(self) -> str:
-        """Each operation, and in which call of a function it stands; parameters aside."""
+        """The operations, grouped by function call, without parameters."""
         lines: list[str] = []
         scope: Scope | None = None
         for op in (op for op in self.ops if not op.parameter):
@@ -246,7 +244,7 @@ class Flow:
 
     @functools.cached_property
     def calls(self) -> list[Scope]:
-        """All calls of functions in which something runs, in order of what does."""
+        """All function calls in which an operation runs, in order."""
         return [
             *dict.fromkeys(call for scope in dict.fromkeys(op.scope for op in self.ops) for call in scope.outward())
         ]
@@ -258,7 +256,7 @@ class Flow:
 
     @functools.cached_property
     def users(self) -> dict[Op, list[Op]]:
-        """For each operation those that read what it made, in order."""
+        """For each operation, those that read its result, in order."""
         users: dict[Op, list[Op]] = {op: [] for op in self.ops}
         for op in self.ops:
             for source in dict.fromkeys(op.inputs):
@@ -272,7 +270,7 @@ def _names_mixing(name: str) -> bool:
 
 
 def _mixes(cls: type[nn.Module]) -> bool:
-    """Whether the name of a module's class, or what its forward calls, is that of an operation that mixes positions."""
+    """Whether a module's class name, or a name that its forward uses, is that of an operation that mixes positions."""
     code = getattr(cls.forward, "__code__", None)
     names = (cls.__name__.lower(), *(code.co_names if isinstance(code, CodeType) else ()))
     return any(word in name for name in names for word in MIXING)
@@ -290,16 +288,16 @@ def plain_name(name: str) -> str:
 
 
 def makes_alike(name: str) -> bool:
-    """Whether an operation makes a tensor of another one's shape, and not of its values: ``zeros_like``.
+    """Whether an operation takes the shape of a tensor but not its values: ``zeros_like``.
 
-    Not among several processes: there it may be made for a collective, which fills it with values unseen.
+    Always False in distributed runs: there a collective may fill the new tensor with values that nobody sees.
     """
     alone = not (dist.is_available() and dist.is_initialized())
     return alone and (name.endswith("_like") or name in _NEW)
 
 
 def reached(ops: Iterable[Op], following: Callable[[Op], Iterable[Op]]) -> set[Op]:
-    """All operations that are met from these on, themselves included, where ``following`` goes on from each."""
+    """``ops``, and all operations that ``following`` leads to from them, step by step."""
     found = {*ops}
     todo = [*found]
     while todo:
@@ -310,10 +308,10 @@ def reached(ops: Iterable[Op], following: Callable[[Op], Iterable[Op]]) -> set[O
 
 
 def around(chains: Iterable[Sequence[Scope]]) -> list[Scope]:
-    """The calls that all of these chains of calls begin with, outermost first."""
+    """The common outermost calls of these chains of calls, outermost first."""
     levels = zip(*chains, strict=False)
     return [calls[0] for calls in itertools.takewhile(lambda calls: len({*calls}) == 1, levels)]
 
 
-#: Modules that hold others in a row, and call them in it at most.
+#: Modules that only hold others, or call them in a row.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

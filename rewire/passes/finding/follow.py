@@ -1,8 +1,8 @@
 """Finder's front end: trace a model symbolically with torch.fx, where it cannot be run.
 
-Forwards are called with stand-ins: for tensors, torch.fx proxies; for modules, views whose calls are traced, too. A
-forward that cannot be traced becomes one operation; if it is one that calls blocks in a row, the blocks are followed by
-themselves. No class and no global is patched, so that other threads notice nothing, and the modules stay as they are.
+Forwards are called with stand-ins: torch.fx proxies for tensors, and views for modules, whose calls are traced, too. A
+forward that cannot be traced becomes one operation; if it calls blocks in a row, each block is traced by itself. No
+class and no global is patched, so that other threads notice nothing, and the modules stay as they are.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from rewire.runtime.nested import attributes
 from rewire.torch_internals import children_of
 from rewire.trunk import LeftAlone
 
-_ATTEMPTS = 12  # at tracing one forward
-_CHOICES = 4  # of the arguments of the model's own
-#: Folders of what is no code of the user's.
+_ATTEMPTS = 12  # attempts to trace one forward
+_CHOICES = 4  # choices of arguments for the model's forward
+#: Folders whose code is not the user's.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_FAILURES = 2  # of modules of one class, after which others are not tried
+_FAILURES = 2  # failed modules of a class, after which no other of that class is tried
 
 
 def follow(
     model: nn.Module,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
 ) -> Flow:
-    """What ``model`` computes, as far as its forwards can be traced without running them.
+    """The flow of ``model``, as far as its forwards can be traced without running them.
 
     Args:
         model: any module; parameters may be on the meta device.
@@ -62,7 +62,7 @@ def follow(
 
 
 def _sums(flow: Flow) -> int:
-    """How many additions of two values there are."""
+    """The number of additions of two values."""
     return sum(op.name == "add" and len(op.inputs) == 2 for op in flow)
 
 
@@ -82,16 +82,16 @@ class _Follower(fx.Tracer):
         self.failures: dict[type, int] = {}
         self.scopes: list[Scope] = []
         self.frames = Frames(lambda value, _: self.nodes(value), self._module_of)
-        self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
+        self.decisions: list[list[bool]] = []  # assumed outcomes of tests, for each forward that is being traced
         self.tested: list[int] = []
-        self.written: list[tuple[fx.Node, fx.Proxy, fx.Node]] = []  # in place: by what, and what it was before
+        self.written: list[tuple[fx.Node, fx.Proxy, fx.Node]] = []  # in place: the operation, tensor, value before
 
     def _module_of(self, view: object) -> tuple[str, nn.Module] | None:
         module = vars(view).get(MODULE) if isinstance(view, nn.Module) else None
         return None if module is None else (self.paths[module], module)
 
     def run(self, arguments: Sequence[str]) -> Flow:
-        """The flow of the model's own forward, given these arguments."""
+        """The flow of the model's own forward with these arguments."""
         view = self.views.of(self.model)
         args = {name: self.create_proxy("placeholder", name, (), {}) for name in arguments}
         try:
@@ -141,13 +141,13 @@ class _Follower(fx.Tracer):
         return self.definitions.get(type(module)) or forward_of(module).function
 
     def _enters(self, module: nn.Module) -> bool:
-        """Whether to look into a module: not into those of torch, but for its containers and transformers."""
+        """Whether to look into a module: those of torch are leaves, except its containers and transformers."""
         home = type(module).__module__
         leaf = home.startswith("torch.nn.") and not home.endswith((".container", ".transformer"))
         return not leaf and self.failures.get(type(module), 0) < _FAILURES
 
     def _inside(self, view: nn.Module, args: Args, kwargs: Kwargs, call: Place | None) -> Any:
-        """What the forward of a module returns; its operations are recorded.
+        """Trace the forward of a module, record its operations and return its result.
 
         Raises:
             TraceError: it cannot be traced.
@@ -218,7 +218,7 @@ class _Follower(fx.Tracer):
         return self.create_proxy("call_method", name, (self.create_proxy("get_attr", path, (), {}), *args), kwargs)
 
     def _forget_since(self, last: fx.Node | None) -> None:
-        """Erase the nodes behind ``last``, and what objects have kept of them."""
+        """Erase the nodes after ``last``, and values that objects have cached since."""
         self.views.put_back()
         for node in reversed(list(self.graph.nodes)):
             if node is last:
@@ -229,7 +229,7 @@ class _Follower(fx.Tracer):
             self.graph.erase_node(node)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Proxy:
-        """Of an operation in place, what is written to is its result from then on (`h.add_(x)`)."""
+        """Create a proxy; for an in-place operation (`h.add_(x)`), let it replace the tensor that is written to."""
         made = super().create_proxy(kind, target, args, kwargs, *more, **named)
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         called = kind in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
@@ -239,7 +239,7 @@ class _Follower(fx.Tracer):
         return made
 
     def _rows(self, view: nn.Module) -> None:
-        """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
+        """Follow the blocks of a module whose forward cannot be traced: each gets what the one before it returns."""
         module: nn.Module = vars(view)[MODULE]
         kind = kind_of(module)
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
@@ -256,10 +256,10 @@ class _Follower(fx.Tracer):
             self.scopes.pop()
 
     def _block(self, view: nn.Module, handed: dict[str, Any]) -> dict[str, Any]:
-        """What a module hands on, called with what the one before did and made-up other arguments.
+        """Trace a block on the values that the block before it returned and made-up other arguments; return its values.
 
-        Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
-        else it is the first value, for the next one's first parameter, and its name is empty.
+        Two streams are named as they are returned (``return text, image``), and go to the parameters with these names.
+        A single value has the empty name, and goes to the first parameter.
         """
         module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
@@ -294,7 +294,7 @@ class _Follower(fx.Tracer):
         return node
 
     def _here(self) -> tuple[Scope, Place | None]:
-        """The call that is being traced, and where in its code."""
+        """The call that is being traced, and the place in its code."""
         return self.frames.caller(self.scopes, sys._getframe(2))
 
     def nodes(self, value: object) -> list[Any]:
@@ -315,7 +315,7 @@ class _Follower(fx.Tracer):
         return Weight(self.create_arg(tensor), self, tensor)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """The outcome of a test on a traced value: no, until that turns out to lead nowhere."""
+        """The outcome of a test on a traced value: False, until that leads nowhere."""
         if not self.decisions:
             raise TraceError("it tests a traced value")
         decisions, number = self.decisions[-1], self.tested[-1]
@@ -342,7 +342,7 @@ class _Follower(fx.Tracer):
             return {str(key): self.create_arg(value) for key, value in a.items()}
         if isinstance(a, slice):
             return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
-        return None  # whatever it is, no tensor comes out of it
+        return None  # it makes no tensor
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -364,7 +364,7 @@ def _failed_at(function: FunctionType, error: Exception) -> Place:
 
 
 def _failed_in(function: FunctionType, view: nn.Module, error: Exception) -> list[str]:
-    """The methods of the module, and functions of its file, in which a forward failed, innermost first."""
+    """The module's methods, and functions of its file, in which a forward failed, innermost first."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     codes = [frame.f_code for frame in frames]
     if function.__code__ not in codes:
@@ -384,7 +384,7 @@ def _failed_in(function: FunctionType, view: nn.Module, error: Exception) -> lis
 
 
 def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
-    """Which arguments to give to the model's own forward, one choice after the other."""
+    """Choices of arguments for the model's own forward, one after the other."""
     function = forward_of(model).function
     if function is None or isinstance(model, CONTAINERS):
         yield ["input"] if isinstance(model, nn.Sequential) else []
@@ -402,7 +402,7 @@ def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _returned_names(function: FunctionType) -> list[str]:
-    """The variables that a function returns as a tuple; none if its source does not say so."""
+    """The variables that a function returns as a tuple; empty if its source does not show that."""
     with contextlib.suppress(EditError):
         returns = [node.value for node in ast.walk(text_of(function).tree) if isinstance(node, ast.Return)]
         if returns and isinstance(returns[-1], ast.Tuple):

@@ -1,7 +1,7 @@
 """Finder: which features of a fused projection are queries, keys and values.
 
-Code takes them apart in many ways (views, splits, slices, einops), and three may be the number of heads, too. So what
-stands between the projection and the attention is run again, and its gradients are looked at.
+Code splits them in many ways (views, splits, slices, einops), and a size of three may also be the number of heads. So
+the operations between the projection and the attention are rerun, and their gradients show the layout.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str
     What another projection makes is left out.
 
     Args:
-        flow, add: what the model computes, and the residual add of the attention.
+        flow, add: the flow, and the residual add of the attention.
         path: of the projection, or its weight.
-        width, inputs: its output features, 0 for a product with a weight, and input features.
+        width, inputs: its output features (0 for a product with a weight), and its input features.
     """
     made = [op for op in flow if path in (op.scope.path, weight_of(op)) and op in add.region]
     if not made:
@@ -38,7 +38,7 @@ def features_in(flow: Flow, add: Add, path: str, width: int, inputs: int) -> str
 
 
 def _rows(product: Op) -> int:
-    """Output features of a product with a weight, as the weight's shape tells them; 0 if it does not."""
+    """The number of output features of a product with a weight, by the weight's shape; 0 if unknown."""
     weight = weight_in(product)
     if weight is None or weight.shape is None:
         return 0
@@ -46,7 +46,7 @@ def _rows(product: Op) -> int:
 
 
 def as_fused(features: str) -> Fused | None:
-    """The layout of features, if it is one of queries, keys and values in this order, over and over."""
+    """The features as a layout, if they are queries, keys and values in this order, once or repeatedly."""
     runs = [(way, len([*same])) for way, same in itertools.groupby(features)]
     ways = [way for way in "qkv" if way in features]
     first = dict(runs[: len(ways)])
@@ -58,14 +58,14 @@ def as_fused(features: str) -> Fused | None:
 
 
 def _threes(flow: Flow, made: Op, region: Collection[Op]) -> Sequence[Sequence[Op]]:
-    """Where the attention is none that is known: what three operations take."""
+    """If no attention was recognised: the values with exactly three readers, as three inputs of one."""
     behind = sorted((op for op in region if between(made, op)), key=lambda op: op.index)
     users = ([user for user in flow.users[op] if not user.weighted] for op in behind)
     return [three for three in users if len(three) == 3][:1]
 
 
 def _features(flow: Flow, made: Op, width: int, inputs: int, values: Sequence[Op]) -> str:
-    """Which of three values each feature becomes part of; empty if one becomes part of none, or of several."""
+    """Which of the three values each feature is part of; empty if some feature is part of none, or of several."""
     found = zip("qkv", gradients(flow, {made: width}, values, inputs), strict=False)
     read = {way: (grad != 0).flatten(0, -2).any(0) for way, (grad,) in found if grad is not None}  # each [features]
     parts = torch.stack([*read.values()]).int() if read else torch.empty(0, 1)

@@ -1,7 +1,7 @@
 """Finder's front end: a flat graph of torch.compile, torch.export or torch.fx, as operations and their modules.
 
-Where an operation was written is told by ``nn_module_stack``, which such graphs keep; in traces of our own (`follow`)
-by the calls themselves.
+The call in which an operation runs comes from ``nn_module_stack``, which such graphs keep; in our own traces (`follow`)
+it is known from the traced calls.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rewire.conventions import is_matrix, matrices
 from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, makes_alike, plain_name
 from rewire.torch_internals import is_parameter_input
 
-#: How Dynamo writes the module that it compiles: a local or a global variable.
+#: How Dynamo names the module that it compiles: a local or a global variable.
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-#: What is asked of a tensor, and is no tensor.
+#: Attributes and methods of tensors that return no tensor.
 _METADATA = {"size", "dim", "numel", "shape", "dtype", "device", "ndim", "is_cuda", "stride"}
 
 
@@ -70,7 +70,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
 
 
 def _by_kind(scopes: Iterable[Scope]) -> Callable[[str], bool]:
-    """Which paths are those of containers, as the calls say; modules that are not called are."""
+    """Whether a path is that of a container, by the class in the calls. Modules that are not called are containers."""
     kinds = {scope.path: scope.kind.rpartition(".")[-1] for scope in scopes}
     return lambda path: kinds.get(path, "ModuleList") in ("ModuleList", "ModuleDict", "Sequential")
 
@@ -119,7 +119,7 @@ def is_metadata(node: fx.Node) -> bool:
 
 
 def _is_matrix(op: Op) -> bool:
-    """Whether a weight, or what is made of weights, is a matrix."""
+    """Whether a weight, or a value made of weights, is a matrix."""
     return is_matrix(op.shape) if op.shape is not None else any(map(_is_matrix, op.inputs))
 
 
@@ -131,7 +131,7 @@ def _is_weight(node: fx.Node, root: nn.Module) -> bool:
 
 
 def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
-    """A tensor like that of ``node``: as `torch.compile`, `torch.export` and `FakeTensorProp` leave it in ``meta``."""
+    """A tensor like that of ``node``, from the ``meta`` of `torch.compile`, `torch.export` or `FakeTensorProp`."""
     value = node.meta.get("example_value", node.meta.get("val"))
     if value is None and node.op == "get_attr":
         value = attribute_at(root, str(node.target))
@@ -139,20 +139,20 @@ def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
 
 
 def _sizes(x: torch.Tensor) -> torch.Size | None:
-    """The shape, in numbers: comparing those that may change would fix them. None if there is one that nobody knows."""
+    """The shape as plain numbers, as comparing dynamic sizes would specialise them. None if a size is unknown."""
     sizes = [number(size) for size in x.shape]
     return None if None in sizes else torch.Size(sizes)
 
 
 def number(value: Any) -> Any:
-    """A size that may change between calls as it is in this one, None if that is not known; others as they are."""
+    """A dynamic size as its present number, or None if that is unknown; other values unchanged."""
     if not isinstance(value, torch.SymInt):
         return value
     return value.node.hint if value.node.has_hint() else None
 
 
 def attribute_at(root: nn.Module, path: str) -> Any:
-    """What a module holds at a path; None if there is no such attribute."""
+    """The attribute at a path below a module; None if there is none."""
     value: Any = root
     for part in path.split("."):
         value = getattr(value, part, None)

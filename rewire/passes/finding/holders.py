@@ -1,7 +1,7 @@
-"""Finder: what else holds a tensor that is written to in place, and is read.
+"""Finder: other variables that hold a tensor which is written to in place, and are read later.
 
-Where the user's ``x += f`` writes to a tensor, the edited forward makes a new one. A view of it, another name or a list
-that holds it would show the change in the one, and not in the other.
+Where the user's ``x += f`` writes to a tensor, the edited forward makes a new one. In the original, a view of the
+tensor, another name or a list that holds it would show the change; in the edited forward it would not.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rewire.passes.finding.flow import Holder, Op
 from rewire.passes.finding.frames import of_library
 from rewire.torch_internals import memory_of
 
-#: What an instruction does to a local variable; some of Python 3.13 do two such things.
+#: Access of an instruction to a local variable; some instructions of Python 3.13 have two.
 _ACCESS = re.compile("(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE)")
 _LEAVES = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
 _ONE_WAY = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
-_DEPTH = 3  # of containers in containers that are looked into
+_DEPTH = 3  # levels of nested containers to look into
 
 
 def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Mapping[int, Op]) -> Iterator[Holder]:
-    """The variables that hold the memory of ``tensor`` and are read again, in the user's functions that run.
+    """The variables of running user functions that share the memory of ``tensor`` and are read again.
 
-    Those are the ones from ``frame`` to the code ``until``; ``known`` is what made tensors, by their ids.
+    The functions are those from ``frame`` to the code ``until``; ``known`` maps ids of tensors to their operations.
     """
     memory = storage(tensor)
     while frame is not None and frame.f_code is not until:
@@ -43,9 +43,9 @@ def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Map
 
 
 def reads(code: CodeType, at: int, name: str) -> bool:
-    """Whether a function may read a variable behind an instruction, before it gets another value."""
+    """Whether a function may read a variable after an instruction, before it assigns to it."""
     steps, seen = _steps(code), set[int]()
-    running = max((offset for offset in steps if offset <= at), default=0)  # behind it are caches of its own
+    running = max((offset for offset in steps if offset <= at), default=0)  # its inline caches come after it
     todo = [*steps[running][1]]
     while todo:
         offset = todo.pop()
@@ -62,7 +62,7 @@ def reads(code: CodeType, at: int, name: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _steps(code: CodeType) -> dict[int, tuple[list[tuple[str, str]], list[int]]]:
-    """For each instruction what it does to which variables, in order, and what may follow it."""
+    """For each instruction: its accesses to variables, in order, and the instructions that may follow it."""
     steps = list(dis.get_instructions(code))
     jumps = {dis.opname[op] for op in (*dis.hasjrel, *dis.hasjabs)}
     found = {}
@@ -75,7 +75,7 @@ def _steps(code: CodeType) -> dict[int, tuple[list[tuple[str, str]], list[int]]]
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors that an object holds: a container, or a module or another object in its own attributes."""
+    """The tensors in an object: in a container, or in the attributes of a module or another object."""
     if isinstance(value, Tensor):
         yield value
     elif depth < _DEPTH:
@@ -92,7 +92,7 @@ def _tensors(value: object, depth: int = 0) -> Iterator[Tensor]:
 
 
 def storage(tensor: Tensor) -> int:
-    """What tells the memory of a tensor; the tensor itself, of one that has none of its own."""
+    """A number that identifies the memory of a tensor; the tensor's id if it has no memory of its own."""
     try:
         return memory_of(tensor)
     except (NotImplementedError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a branch is called, and what kind it is."""
+"""Names and kinds of branches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewire.passes.finding.flow import Op
 
 
 def branch_calls(add: Add, depth: int) -> dict[str, str]:
-    """The children that a branch calls for their weights: path below the block -> the path and the class, as text."""
+    """The children whose weights a branch uses: path below the block -> the path and the class, as text."""
     calls: dict[str, str] = {}
     for op in sorted((op for op in add.own if op.weighted), key=lambda op: op.index):
         path = called(op.scope, depth)
@@ -21,18 +21,18 @@ def branch_calls(add: Add, depth: int) -> dict[str, str]:
 
 
 def _class_name(op: Op, depth: int) -> str:
-    """Class of the child in which ``op`` runs, if it says what the child does."""
+    """Class of the child in which ``op`` runs, if its name says what the child does."""
     kind = op.scope.modules()[depth].kind
     telling = not kind.startswith("torch.nn.") or re.search(r"\.(Conv\dd|MultiheadAttention)$", kind)
     return kind.rpartition(".")[-1] if telling else ""
 
 
 def named(add: Add) -> tuple[str, str]:
-    """Path, below the block, of the module that the branch mainly is; and the branch's kind."""
+    """Path, below the block, of the branch's main module; and the branch's kind."""
     scopes = add.block()
     calls = branch_calls(add, len(scopes))
     kind = branch_kind(calls.values())
-    if kind == "branch":  # a block that is one branch with its add (`BloomAttention(hidden, residual)`)
+    if kind == "branch":  # a whole block may be one branch with its add (`BloomAttention(hidden, residual)`)
         kind = branch_kind([f"{scopes[-1].path.rpartition('.')[-1]} {scopes[-1].kind.rpartition('.')[-1]}"])
     return _main(calls, kind) or add.branches[0].name, kind
 
@@ -44,7 +44,7 @@ def _main(calls: dict[str, str], kind: str) -> str:
 
 
 def branch_kind(texts: Iterable[str]) -> str:
-    """``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``, from names."""
+    """The kind by names: ``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``."""
     texts = list(texts)
     kinds = [name for name, pattern in BRANCHES.items() if any(pattern.search(text) for text in texts)]
     attention = [kind for kind in kinds if kind.endswith("attention")]

@@ -1,4 +1,4 @@
-"""Finder: where an attention projects its queries, keys and values, by what patterns say, else by names and use."""
+"""Finder: where an attention projects its queries, keys and values: by patterns, else by names, else by use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
 from rewire.trunk import Site
 
-#: Paths from the model's root, and the layout of a fused projection where it is known.
+#: Paths from the model's root, and the layout of a fused projection if known.
 _Candidate: TypeAlias = tuple[tuple[str, ...], Fused | None]
 
 
@@ -28,10 +28,10 @@ class Projections:
 
     Attributes:
         where: path of the attention from the model's root.
-        paths: the three projections (q, k, v); or one that is fused; or that of one of the three, and a fused one of
-            the others; or a torch.nn.MultiheadAttention. Of a product with a weight in a forward, the weight's name, or
-            how a part of it is taken.
-        fused: layout of a fused projection's output; None for three apart.
+        paths: the three projections (q, k, v); or one that is fused; or one of the three, and a fused one of the other
+            two; or a torch.nn.MultiheadAttention. A product with a weight in a forward goes by the weight's name, or
+            the slicing of one.
+        fused: layout of a fused projection's output; None for three separate ones.
         beside: other maps that read the input of the queries, the keys or the values: path -> ``q``, ``k`` or ``v``.
     """
 
@@ -42,14 +42,14 @@ class Projections:
 
     @property
     def ways(self) -> dict[str, str]:
-        """Path of each map that reads one of the three inputs -> ``q``, ``k`` or ``v``; of a fused one any of these."""
+        """Path of each map that reads one of the three inputs -> ``q``, ``k`` or ``v``; any of them for a fused one."""
         alone = "qkv"[self.fused.sizes.index(0)] if self.fused and len(self.paths) == 2 else "q"
         ways = "qkv" if len(self.paths) != 2 else (alone, *"qkv".replace(alone, ""))
         return {**dict(zip(self.paths, ways, strict=False)), **self.beside}
 
     @property
     def fused_path(self) -> str | None:
-        """That of the fused one, if there is one."""
+        """Path of the fused projection, if there is one."""
         return self.paths[-1] if self.fused else None
 
     def error(self, why: str) -> UnsupportedTopology:
@@ -60,11 +60,11 @@ class Projections:
 
 
 def kind_by_use(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> str:
-    """The kind of a branch, where its use says more than its name.
+    """The kind of a branch, corrected if its use says more than its name.
 
-    An ``attention`` whose keys and values are not of the stream is a ``cross-attention``; one without a softmax, and
-    without projections by name, a ``linear-attention``, which reads one value; a ``branch`` with a softmax, and with
-    projections, is an ``attention``.
+    An ``attention`` whose keys and values do not come from the stream is a ``cross-attention``. One without a softmax
+    and without projections by name is a ``linear-attention``, which reads one value. A ``branch`` with a softmax and
+    projections is an ``attention``.
     """
     if site.kind not in ("attention", "branch") or any(op.name == MULTIHEAD for op in add.region):
         return site.kind
@@ -81,12 +81,12 @@ def kind_by_use(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> s
 
 
 def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add) -> Projections:
-    """The projections of one attention, by what the patterns say, else by their usual names, else by their use.
+    """The projections of one attention: as patterns declare them, else by their usual names, else by their use.
 
     Args:
-        flow, site: what the model computes, and the attention's residual add.
-        found: patterns of the model, the most special first.
-        add: that add in the flow.
+        flow, site: the flow, and the attention's residual add.
+        found: patterns of the model, the most specific first.
+        add: the same residual add in the flow.
 
     Raises:
         UnsupportedTopology: they were not found; the message says what a pattern would have to name.
@@ -105,7 +105,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add)
     used = [by_use] if by_use and (by_use[0] in called or _submodule(model, by_use[0]) is not None) else []
     usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
     candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
-    # In a joint attention of two streams, modules with usual names may read the other one.
+    # In a joint attention of two streams, modules with usual names may read the other stream.
     for paths, declared in sorted(candidates, key=lambda candidate: not called.issuperset(candidate[0])):
         fused = _layout(flow, site, add, paths, declared)
         if fused is not None or not _needs_layout(model, paths):
@@ -125,7 +125,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add)
 
 
 def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: Fused | None) -> Fused | None:
-    """The layout of a fused projection's output: how the forward uses it, else as a pattern declares it.
+    """The layout of a fused projection's output: as the forward uses it, else as a pattern declares it.
 
     Raises:
         UnsupportedTopology: the forward uses it in another order than q, k, v, or in parts of several sizes; or the
@@ -141,7 +141,7 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
         )
     features = features_in(flow, add, path, out_features(_submodule(flow.model, path)) or 0, site.width or 0)
     fused = as_fused(features)
-    if len({*features}) + len(paths) != 4:  # it makes all three; or two, where another one makes the third
+    if len({*features}) + len(paths) != 4:  # it makes all three, or two if another projection makes the third
         return declared
     if fused is not None:
         return fused
@@ -157,7 +157,7 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
 
 
 def _declared(model: nn.Module, site: Site, found: Iterable[Pattern]) -> Iterator[_Candidate]:
-    """Paths that patterns name and the model has, and the layout that they give for a fused one."""
+    """Paths that patterns name and the model has; for a fused one, with the layout that the pattern gives."""
     for pattern in found:
         paths = _named(model, site, pattern.qkv)
         if paths is None:
@@ -170,7 +170,7 @@ def _declared(model: nn.Module, site: Site, found: Iterable[Pattern]) -> Iterato
 
 
 def _beside(model: nn.Module, site: Site, found: Iterable[Pattern]) -> dict[str, str]:
-    """Other maps of the attention that a pattern names and the model has, and which input they read."""
+    """Other maps of the attention that a pattern names and the model has -> the input that they read."""
     for pattern in found:
         paths = _named(model, site, tuple(pattern.beside))
         if paths is not None:
@@ -179,7 +179,7 @@ def _beside(model: nn.Module, site: Site, found: Iterable[Pattern]) -> dict[str,
 
 
 def _named(model: nn.Module, site: Site, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Paths of modules that a pattern names, from the model's root; None if the model does not have all of them."""
+    """Paths, from the model's root, of modules that a pattern names; None if the model does not have all of them."""
     for block in _blocks(site) if names else ():
         branch = site.name.removeprefix(block).lstrip(".")
         paths = tuple(_join(block, name.format(branch=branch)) for name in names)
@@ -203,7 +203,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     linear = [path for path, child in modules.items() if getattr(child, "weight", None) is not None]
     weighted = [path for path, child in modules.items() if next(child.parameters(), None) is not None]  # LoRA by hand
     parents = [path for path in modules if path == site.branch or path.startswith(f"{site.branch}.")]
-    parents.append(site.branch.rpartition(".")[0])  # the branch is a projection itself
+    parents.append(site.branch.rpartition(".")[0])  # if the branch itself is a projection
     found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
     for parent in parents:
         prefix = f"{parent}." if parent else ""
@@ -217,7 +217,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
 
 
 def _below(model: nn.Module, site: Site) -> dict[str, nn.Module]:
-    """The modules of a block by their paths below it; of a flat graph none."""
+    """The modules of a block by their paths below it; empty for a flat graph."""
     block = _submodule(model, site.block)
     return {} if block is None else dict(block.named_modules())
 

@@ -1,7 +1,7 @@
 """Finder's front end: run a model and record what it computes.
 
-The recorder is a mode of this thread and looks at a copy of the model (`copies.private`): no other thread sees it, and
-nothing of the caller's changes.
+The recorder is a torch function mode of this thread, on a private copy of the model (`copies.private`). Other threads
+do not see it, and the caller's model does not change.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from rewire.torch_internals import gradient_of, pytree, viewed, writes_to
 from rewire.trunk import LeftAlone
 
 _REFLECTED = {"radd", "rmul"}
-#: What asks for the value of a tensor.
+#: Functions that read the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 GUESSED = "it decides by the value of a tensor, which the meta device does not have: one way only was looked at"
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
-#: What makes memory; in an autograd function kernels fill it, which no operation shows.
+#: Functions that allocate memory. In an autograd function kernels fill it, and no operation shows how.
 _MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
-    """Run a private copy of a model, in its present mode, on inputs that may be written to; record its operations."""
+    """Run a private copy of a model in its present mode and record its operations; the run may write to ``inputs``."""
     before = shared(model)
     recorder = Recorder(model)
     with recorder.running():
@@ -79,29 +79,29 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.model = model
         self.ops: list[Op] = []
-        self.known: dict[int, Op] = {}  # by the tensor's id
+        self.known: dict[int, Op] = {}  # by the id of the tensor
         self.paths: dict[nn.Module, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(module, path)
         weights = [*model.named_parameters(), *model.named_buffers()]
         self.weights = {id(tensor): name for name, tensor in weights}
-        #: So that no id is used again: some forwards replace a buffer.
+        #: Keeps ids from being reused: some forwards replace a buffer.
         self.kept: list[Tensor] = [tensor for _, tensor in weights]
         self.held: dict[Op, list[Holder]] = {}
         self.casts: list[tuple[Scope, Place, Op]] = []
         self.hooked: dict[Op, Place | None] = {}
-        #: By operation.
+        #: The result of each operation.
         self.made: list[Tensor] = []
         self.stack: list[Scope] = []
-        self.functions: dict[CodeType | None, bool] = {}  # of helpers: whether it is an autograd function's forward
-        self.kernels: set[Scope] = set()  # calls of autograd functions that make memory for kernels
+        self.functions: dict[CodeType | None, bool] = {}  # helper code -> whether it is an autograd function's forward
+        self.kernels: set[Scope] = set()  # calls of autograd functions that allocate memory for kernels
         self.unseen = ""
         self.guessed: LeftAlone | None = None
-        self.frames = Frames(self._handed, self._module_of)
+        self.frames = Frames(self._argument_ops, self._module_of)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record what runs in this context, in which the modules have hooks."""
+        """Hook the modules and record what runs in this context."""
         handles: list[Any] = []
         for module in self.paths:
             handles.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
@@ -120,7 +120,7 @@ class Recorder(TorchFunctionMode):
         code = forward_of(module).code
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
-        scope.arguments = {name: self._handed(value, caller) for name, value in _bound(code, args, kwargs)}
+        scope.arguments = {name: self._argument_ops(value, caller) for name, value in _bound(code, args, kwargs)}
 
     def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_of(args) + tensors_of(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
-        if decided is not None and given and given[0].is_meta:  # a number that is not known
+        if decided is not None and given and given[0].is_meta:  # the value does not exist
             if self.guessed is None and _is_from_outside(self._op(given[0])):
                 scope, place = self.frames.caller(self.stack, sys._getframe(1))
                 self.guessed = LeftAlone(scope.path, GUESSED, *written_at(place))
@@ -152,7 +152,7 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = plain_name(str(getattr(func, "__name__", func)))
         written = [t for t, v in zip(given, before, strict=True) if _version(t) != v and id(t) not in self.weights]
-        if name == "setitem" and written:  # not what is stored, which may be a view of it
+        if name == "setitem" and written:  # the stored value, perhaps a view of the target, is not written to
             written = [] if self._is_stored(args[0], args[2]) else written[:1]
         made = [t for t in tensors_of(result) if id(t) not in self.known and id(t) not in self.weights]
         if not written and not made:
@@ -166,13 +166,13 @@ class Recorder(TorchFunctionMode):
         for tensor in given:
             self._look_for(tensor, scope)
         self.unseen = self.unseen or self._unseen(given, place)
-        read = given[:1] if name.endswith("_as") else given  # the other one says how large, or of which dtype
+        read = given[:1] if name.endswith("_as") else given  # the second operand only gives the size or dtype
         inputs = [self._op(tensor) for tensor in read]
         weights = sum(_is_weight(op, t) for op, t in zip(inputs, read, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
-        if name in _FACTORS and _by_one(args):
+        if name in _FACTORS and _is_by_one(args):
             name = UNSCALED
         if isinstance(result, Tensor) and len(given) == 1 and not written and _is_whole(given[0], result, func):
             name = "view" if given[0].stride() == result.stride() else "permute"  # `x.mT`, einsum("bij->bji", x)
@@ -183,7 +183,7 @@ class Recorder(TorchFunctionMode):
         if not inputs and name in _MEMORY and (function := self._function(scope)):
             self.kernels.add(function)
         count = 0 if name in ELEMENTWISE else weights
-        call = (func, self._told(args), self._told(kwargs))
+        call = (func, self._with_ops(args), self._with_ops(kwargs))
         places = {id(t): ~n for n, t in enumerate(given)} | {id(t): n for n, t in enumerate(tensors_of(result))}
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
@@ -194,17 +194,17 @@ class Recorder(TorchFunctionMode):
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
             if name in ("getitem", "setitem"):
-                op.selected = (self._told(args[1]),)
+                op.selected = (self._with_ops(args[1]),)
             if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
                 op.selected = None
             if over:
                 self.held[op] = list(holders(sys._getframe(1), record.__code__, tensor, self.known))
-            for whole in wholes:  # of which a part has changed
+            for whole in wholes:  # the tensors that it is a view of have changed, too
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
 
     def _look_for(self, tensor: Tensor, scope: Scope) -> None:
-        """Know a tensor that a call hands on, and that an autograd function made in ways that show no operations."""
+        """Register a tensor, passed to a call, that an autograd function made without visible operations."""
         if id(tensor) in self.weights or isinstance(tensor, nn.Parameter):
             return
         op = self.known.get(id(tensor))
@@ -219,14 +219,14 @@ class Recorder(TorchFunctionMode):
             self._by_kernel(tensor, given, made_in.parent or scope, made_in.call)
 
     def _by_kernel(self, tensor: Tensor, given: Sequence[Op], scope: Scope, place: Place | None) -> None:
-        """A result of an autograd function, whose kernels fill it with values of the arguments; if there are any."""
+        """Register a result of an autograd function whose kernels compute it from ``given``, unless that is empty."""
         if given:
             op = self._new(tensor, KERNEL, tuple(dict.fromkeys(given)), scope, place)
             op.constant = all(source.constant for source in given)
             op.matrices = sum(_is_weight(source, self.made[source.index]) for source in given)
 
     def _function(self, scope: Scope) -> Scope | None:
-        """The call of an autograd function's forward that something runs in, with no module between; the outermost."""
+        """The outermost autograd function's forward around ``scope`` with no module in between, if there is one."""
         found = None
         for call in itertools.takewhile(lambda call: call.helper and call.code is not None, scope.outward()):
             if call.code not in self.functions:
@@ -235,7 +235,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _is_unseen(self, tensor: Tensor, scope: Scope) -> bool:
-        """Whether what a module returns was made in ways that show no operations: by itself, and by no child of it."""
+        """Whether a module itself, and not a child of it, made what it returns without visible operations."""
         op = self.known.get(id(tensor))
         if op is None or scope.module is None or next(scope.module.children(), None) is not None:
             return op is None
@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):
         return made_in is not None and made_in.modules()[-1] is scope and self._is_hidden(op, made_in)
 
     def _is_hidden(self, op: Op, function: Scope) -> bool:
-        """Whether operations do not show how an autograd function makes something of all that it was given."""
+        """Whether an autograd function has arguments from which, as far as operations show, ``op`` is not computed."""
         if function not in self.kernels:
             return False
         inside = reached([op], lambda made: made.inputs if made is op or self._function(made.scope) is function else ())
@@ -251,7 +251,7 @@ class Recorder(TorchFunctionMode):
         return any(not s.constant and self.made[s.index].is_floating_point() for s in given - inside)
 
     def _behind(self, tensor: Tensor) -> list[Op]:
-        """What an autograd function was given that made a tensor, by its gradient's function."""
+        """The inputs of the autograd function that made a tensor, found through its gradient's node."""
         node: Any = gradient_of(tensor)
         if not isinstance(node, BackwardCFunction):
             return []
@@ -269,7 +269,7 @@ class Recorder(TorchFunctionMode):
         return [*dict.fromkeys(found)]
 
     def _unseen(self, given: Sequence[Tensor], place: Place | None) -> str:
-        """What tensors show that were not made here: where it is read, and what that may have been."""
+        """Why tensors that nothing here made are a sign of unseen code, with the place that reads them; else empty."""
         unknown = [tensor for tensor in given if id(tensor) not in self.known and id(tensor) not in self.weights]
         if not unknown:
             return ""
@@ -287,7 +287,7 @@ class Recorder(TorchFunctionMode):
         return ""
 
     def _viewed(self, tensor: Tensor) -> list[Tensor]:
-        """What a tensor is a view of, by the operations that made it; the innermost first."""
+        """The tensors that a tensor is a view of, and whose operations are known, innermost first."""
         op, base, memory = self.known.get(id(tensor)), viewed(tensor), storage(tensor)
         if op is None or base is None:
             return []
@@ -299,12 +299,12 @@ class Recorder(TorchFunctionMode):
         return [*{id(t): t for t in found if t is not tensor}.values()]
 
     def _is_stored(self, whole: Tensor, part: object) -> bool:
-        """Whether ``part`` is a view of ``whole`` that was written to: ``x[:, 1:] += f`` stores it once more."""
+        """Whether ``part`` is an already updated view of ``whole``: ``x[:, 1:] += f`` stores it a second time."""
         known, stored = self.known.get(id(whole)), self.known.get(id(part))
         return stored is not None and known is not None and known.name == "setitem" and known.inputs[-1] is stored
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
-        shape = None if tensor.is_nested else tensor.shape  # whose sizes are no numbers
+        shape = None if tensor.is_nested else tensor.shape  # sizes of nested tensors are no numbers
         op = Op(len(self.ops), name, inputs, scope, place, shape=shape, dtype=tensor.dtype)
         op.recorded = torch.is_grad_enabled()
         if not op.recorded and name == "add":
@@ -315,7 +315,7 @@ class Recorder(TorchFunctionMode):
         return op
 
     def _op(self, tensor: Tensor) -> Op:
-        """The operation that made ``tensor``; one without inputs if it comes from outside."""
+        """The operation that made ``tensor``; a new one without inputs if the tensor comes from outside."""
         known = self.known.get(id(tensor))
         if known is None:
             scope = self.stack[0] if self.stack else Scope(None, "")
@@ -324,16 +324,16 @@ class Recorder(TorchFunctionMode):
             known.constant, known.parameter = bool(weight), weight
         return known
 
-    def _told(self, value: Any) -> Any:
-        """Arguments, with operations for the tensors in them."""
+    def _with_ops(self, value: Any) -> Any:
+        """The arguments, with operations in place of tensors."""
         if isinstance(value, Tensor):
             return self._op(value)
         if type(value) in (tuple, list):
-            return type(value)(map(self._told, value))
-        return {name: self._told(item) for name, item in value.items()} if type(value) is dict else value
+            return type(value)(map(self._with_ops, value))
+        return {name: self._with_ops(item) for name, item in value.items()} if type(value) is dict else value
 
-    def _handed(self, value: object, scope: Scope) -> list[Op]:
-        """What made the tensors in an argument that a function gets."""
+    def _argument_ops(self, value: object, scope: Scope) -> list[Op]:
+        """The operations that made the tensors in a function's argument."""
         for tensor in tensors_of(value):
             self._look_for(tensor, scope)
         return self._ops(value)
@@ -343,24 +343,24 @@ class Recorder(TorchFunctionMode):
 
 
 def _is_whole(x: Tensor, view: Tensor, function: Callable[..., Any]) -> bool:
-    """Whether one tensor is all of another one in the same memory, by an operation that no name tells.
+    """Whether ``view`` is all of ``x`` in the same memory, through a function whose name does not say so.
 
-    Those that cut gradients are none, nor is one that goes by strides, which other states may have otherwise.
+    Functions that cut gradients do not count; nor does ``as_strided``, as other states may have other strides.
     """
-    attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of ``Tensor.mT.__get__``
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # for ``Tensor.mT.__get__``
     name = attribute or plain_name(str(getattr(function, "__name__", "")))
     if name in (*VIEWS, "detach", "data", "getitem", "as_strided") or x.numel() != view.numel():
         return False
     return x.dtype == view.dtype and x.requires_grad == view.requires_grad and storage(x) == storage(view)
 
 
-def _by_one(args: Args) -> bool:
-    """Whether a product or a quotient is one with the Python number 1, which changes nothing."""
+def _is_by_one(args: Args) -> bool:
+    """Whether a product or quotient has the Python number 1 as its second operand, and so changes nothing."""
     return len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int | float) and args[1] == 1
 
 
 def _repeats(x: Tensor, index: Any) -> bool:
-    """Whether ``x[index]`` has a place of ``x`` twice, as far as numbers are known."""
+    """Whether ``x[index]`` names a place of ``x`` twice; False on the meta device, where that is unknown."""
     if not any(t.dtype not in (torch.bool, torch.uint8) for t in tensors_of(index)) or x.is_meta:
         return False
     places = torch.arange(x.numel(), device=x.device).view(x.shape)[index]
@@ -368,12 +368,12 @@ def _repeats(x: Tensor, index: Any) -> bool:
 
 
 def _is_from_outside(op: Op) -> bool:
-    """Whether it is made of inputs or weights; else of numbers alone."""
+    """Whether an operation depends on inputs or weights, rather than on numbers alone."""
     return any(each.constant or each.name == "input" for each in reached([op], lambda each: each.inputs))
 
 
 def _bound(code: CodeType | None, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
-    """The arguments of a forward by the names of its parameters."""
+    """The arguments of a forward with the names of their parameters."""
     if code is None:
         yield from (("", value) for value in (*args, *kwargs.values()))
         return
@@ -390,7 +390,7 @@ def _bound(code: CodeType | None, args: Args, kwargs: Kwargs) -> Iterator[tuple[
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    """The tensors in arguments or a result: in containers, and in dataclasses (which pytrees may not know)."""
+    """The tensors in arguments or a result, also in dataclasses, which pytrees may not know."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -398,19 +398,19 @@ def tensors_of(value: object) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in tensors_of(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
+        # getattr may run the user's code (per-layer configs of transformers raise): read the stored attributes
         return [tensor for item in attributes(value).values() for tensor in tensors_of(item)]
     leaves = pytree.tree_leaves(value) if type(value) in pytree.SUPPORTED_NODES else []
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _is_weight(op: Op, tensor: Tensor) -> bool:
-    """Whether it mixes channels: a matrix of the model, or bytes that hold one, which layers keep anywhere."""
+    """Whether a tensor mixes channels: a matrix of the model, or bytes of a packed one, wherever a layer keeps them."""
     return (op.constant and is_matrix(tensor.shape)) or (_is_packed(tensor) and (op.constant or op.name == "input"))
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether it may be a matrix of a quantised layer, which packs it into one column of bytes."""
+    """Whether a tensor may be a matrix of a quantised layer, which packs it into one column of bytes."""
     return tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1
 
 

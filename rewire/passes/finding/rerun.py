@@ -1,4 +1,4 @@
-"""Finder: runs a part of what was recorded or traced again, on random numbers; gradients say what comes from where."""
+"""Finder: rerun a part of a flow on random numbers; gradients show what depends on what."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rewire.passes.finding.graphs import is_metadata, number
 from rewire.passes.finding.record import tensors_of
 from rewire.torch_internals import pytree
 
-#: Of tensors whose shape a trace does not know.
+#: Leading dimensions of tensors whose shape a trace does not know.
 _TOKENS = (2, 5)
 
 
@@ -27,24 +27,24 @@ def gradients(
     part: Callable[[Tensor], Tensor] = lambda x: x,
     masked: bool = False,
 ) -> list[list[Tensor | None]]:
-    """Of a random function of each end, for each start. What passes weights between them is held constant.
+    """The gradients of a random function of each end for each start; results of weights in between are constant.
 
     Args:
         flow: holds the operations.
-        starts: operations, and how wide they are (in the last dimension) where the flow has no shapes.
+        starts: operations, and their width (last dimension) for flows without shapes.
         ends: operations that are computed from them.
-        width: of all else, where the flow has no shapes.
-        part: of an end, what the function is of.
-        masked: what masks say that are computed elsewhere.
+        width: of all other values, for flows without shapes.
+        part: selects the part of an end that the function takes.
+        masked: value of boolean masks that are computed elsewhere.
 
     Returns:
-        For each end: for each start, a tensor of its shape, or None. Nothing at all if that cannot be run.
+        For each end: for each start, a tensor of its shape, or None. An empty list if the operations do not run.
     """
     with torch.enable_grad(), seeded(0, flow.model):
         run = _Run(flow, starts, width, masked)
         try:
             return [run.gradients(end, part) for end in ends]
-        except Exception:  # on other numbers, and perhaps of other sizes, than the model's own
+        except Exception:  # numbers and sizes may differ from the model's own
             return []
 
 
@@ -53,10 +53,10 @@ class _Run:
         self.width, self.masked = width, masked
         self.ops = {op.node: op for op in flow if op.node is not None}
         self.leaves = {op: self._random(op, width).requires_grad_() for op, width in starts.items()}
-        self.known: dict[Op, Any] = {op: leaf * 1 for op, leaf in self.leaves.items()}  # which may be written to
+        self.known: dict[Op, Any] = {op: leaf * 1 for op, leaf in self.leaves.items()}  # a copy to write to
 
     def gradients(self, end: Op, part: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Of a random function of a part of an end, for each start."""
+        """The gradients of a random function of a part of an end, for each start."""
         ways = frozenset().union(*(between(start, end) for start in self.leaves))
         if not ways:
             return [None] * len(self.leaves)
@@ -67,12 +67,12 @@ class _Run:
         return [*torch.autograd.grad(x, leaves, torch.randn_like(x), retain_graph=True, allow_unused=True)]
 
     def _made(self, op: Op) -> Any:
-        """What an operation makes of what is known."""
+        """The result of an operation on known values."""
         if op.weighted:
             return self._random(op, self.width)
         if op.node is not None:
             return self._of_node(op.node)
-        if op.call is None:  # another tensor of this memory was written to
+        if op.call is None:  # another tensor with this memory was written to
             return self.known[op.inputs[0]]
         function, args, kwargs = pytree.tree_map(self._argument, op.call)
         result = function(*args, **kwargs)
@@ -91,7 +91,7 @@ class _Run:
         return node.target(*args, **kwargs)
 
     def _value(self, node: fx.Node) -> Any:
-        """Of an argument: a tensor, or a number that is computed from sizes."""
+        """The value of an argument: a tensor, or a number that is computed from sizes."""
         known = self.ops.get(node)
         if known is not None and not _is_size(node):
             return self._argument(known)
@@ -99,7 +99,7 @@ class _Run:
         return number(size) if isinstance(size, torch.SymInt) else self._of_node(node)
 
     def _random(self, op: Op, width: int) -> Tensor:
-        """Random numbers in place of what an operation makes; of integers zeros."""
+        """Random numbers in place of an operation's result; zeros for integers."""
         shape = (*_TOKENS, width) if op.shape is None else op.shape
         dtype = op.dtype or torch.float32
         if dtype.is_floating_point or dtype.is_complex:
@@ -108,6 +108,6 @@ class _Run:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node stands for sizes, or for what is computed from sizes alone."""
+    """Whether a node is a size, or computed from sizes alone."""
     sources = node.all_input_nodes
     return is_metadata(node) or (node.op == "call_function" and bool(sources) and all(map(_is_size, sources)))

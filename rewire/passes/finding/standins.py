@@ -1,7 +1,7 @@
-"""What a forward is given in place of tensors and globals, while `follow` traces it; of modules: `views`.
+"""Stand-ins for tensors and globals in a forward that `follow` traces. For modules see `views`.
 
-Tensors are torch.fx proxies; globals are a table that looks names up in the user's own, and hands out functions that
-see the same table. Nothing of the user's is changed.
+Tensors are torch.fx proxies. Globals are a table that looks names up in the user's own, and returns functions that see
+the same table. Nothing of the user's is changed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rewire.passes.finding.flow import Args, Kwargs
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
 _CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
 _CREATION |= {"tensor", "zeros"}
-#: What a weight is asked for that is no tensor.
+#: Attributes of a weight that are no tensors.
 SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad", "is_meta", "__len__"}
-#: Parts of a result that a tensor is taken apart into, where the arguments say how many.
+#: Operations that split a tensor into parts, whose number is among the arguments.
 _PARTS = {"chunk", "split"}
 
 
 class Tracer(Protocol):
-    """What stand-ins ask of the tracer."""
+    """What stand-ins need from the tracer."""
 
     def create_proxy(self, kind: str, target: Any, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
 
@@ -41,7 +41,7 @@ class Tracer(Protocol):
 
 
 class Proxy(fx.Proxy):
-    """A traced tensor; or a tuple of tensors, which is taken apart where the code says into how many."""
+    """A traced tensor; or a tuple of tensors, which can be unpacked where the code says how many there are."""
 
     def __iter__(self) -> Iterator[Any]:
         itself: Any = self
@@ -51,13 +51,13 @@ class Proxy(fx.Proxy):
             return iter([itself[index] for index in range(number)])
         count = self._count()
         if operation in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
-            return iter([self])  # (*shape, -1): how many sizes there are does not matter here
+            return iter([self])  # (*shape, -1): the number of sizes does not matter here
         if not count:
             raise TraceError("it loops over a traced value")
         return iter([itself[index] for index in range(count)])
 
     def __radd__(self, other: Any) -> Any:
-        if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all of them
+        if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all further ones
             return type(other)([*other, self])
         return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
 
@@ -90,13 +90,13 @@ class Weight(Proxy):
 
 
 def _instruction(frame: FrameType) -> tuple[str, int]:
-    """What a frame is at, and its argument (under 256)."""
+    """The present instruction of a frame, and its argument (under 256)."""
     code = frame.f_code.co_code
     return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
 
 
 class Globals(dict[str, Any]):
-    """The globals of a forward as its trace sees them; nothing is changed in the module that they are of."""
+    """The globals of a forward as its trace sees them; the user's module is not changed."""
 
     def __init__(self, original: dict[str, Any], tracer: Tracer, opaque: frozenset[str]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Globals(dict[str, Any]):
     def _traced(self, name: str, value: Any) -> Any:
         if value is torch:
             return _Torch(self.tracer)
-        if name == "ALL_ATTENTION_FUNCTIONS":  # transformers' table of them: each is one operation
+        if name == "ALL_ATTENTION_FUNCTIONS":  # a table of transformers: each function in it is one operation
             return SimpleNamespace(get_interface=lambda _name, function: _recorded(self.tracer, function))
         if name in self.opaque or (
             getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value
@@ -153,7 +153,7 @@ def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _isinstance(value: object, classes: Any) -> bool:
-    """``isinstance``, for which a traced value is a tensor."""
+    """``isinstance`` that takes a traced value for a tensor."""
     if isinstance(value, fx.Proxy):
         return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))
     return isinstance(value, classes)

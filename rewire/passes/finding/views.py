@@ -1,4 +1,4 @@
-"""Modules as `follow` traces them: with their own attributes, but children whose calls are traced."""
+"""Modules as `follow` traces them: with their own attributes, and children whose calls are traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Views:
     """Stand-ins for modules, one for each. The modules and their classes stay as they are.
 
     Args:
-        tracer: what traces the calls.
+        tracer: traces the calls.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -25,7 +25,7 @@ class Views:
         self._views: dict[nn.Module, nn.Module] = {}
         self._classes: dict[type, type] = {}
         self._namespaces: dict[int, Globals] = {}
-        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # what modules hold, and what was in it
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id: the object, its attributes before
 
     def of(self, module: nn.Module) -> nn.Module:
         """The stand-in for a module."""
@@ -35,13 +35,13 @@ class Views:
             own = {name: _own(value) for name, value in vars(module).items()}
             vars(view).update({**own, MODULE: module, TRACER: self.tracer})
             for value in vars(module).values():
-                if id(value) not in self._objects and _keeps_values(value):  # a config is held by all modules
+                if id(value) not in self._objects and _keeps_values(value):  # all modules share a config
                     self._objects[id(value)] = value, dict(vars(value))
             vars(view)[CHILDREN] = {name: child and self.of(child) for name, child in children_of(module).items()}
         return self._views[module]
 
     def put_back(self) -> None:
-        """Objects that modules hold are as they were: some keep what they compute for the next call."""
+        """Restore the objects in modules' attributes: some keep what they compute for the next call."""
         for value, before in self._objects.values():
             now = vars(value)
             if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
@@ -77,7 +77,7 @@ class Views:
 
 
 class _Quiet:
-    """Keeps base classes' ``__init_subclass__`` from acting on the classes of views."""
+    """Keeps ``__init_subclass__`` of base classes from acting on the classes of views."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
@@ -88,7 +88,7 @@ def _called(view: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attribute(view: nn.Module, name: str) -> Any:
-    """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
+    """Attribute lookup of a view, which gives parameters and buffers as traced values with known sizes."""
     for table in (PARAMETERS, BUFFERS):
         tensor = view.__dict__.get(table, {}).get(name)
         if tensor is not None:
@@ -102,7 +102,7 @@ def _own(value: Any) -> Any:
 
 
 def _keeps_values(value: object) -> bool:
-    """Whether it is an object of a user's class, which may keep what a forward computes."""
+    """Whether an object is of a user's class, and so may keep what a forward computes."""
     if type(value).__module__.partition(".")[0] in ("builtins", "collections", "torch"):
         return False
     return hasattr(value, "__dict__") and not isinstance(

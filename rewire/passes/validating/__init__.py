@@ -1,1 +1,1 @@
-"""What `validate` is made of: runs of both models, and the comparison of their graphs."""
+"""Parts of `validate`: runs of both models, and the comparison of their tensors."""

@@ -1,4 +1,4 @@
-"""One forward and backward pass of a copy of a model, as `validate` compares them."""
+"""One forward and backward pass of a copy of a model, for `validate`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rewire.runtime.connection import Connection, connections
 from rewire.runtime.stream import Stream
 from rewire.torch_internals import children_of, pytree
 
-#: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
+#: Above this number of parameters, only constant ones are perturbed: a second set would not fit everywhere.
 LARGE = 200_000_000
 
-#: Elements between the beginnings of tied values: 256 bytes, so that they stay aligned.
+#: Distance between tied values in elements: 256 bytes, to keep them aligned.
 _STEP = 64
 
-#: How far off effective connection weights may be: float32, whatever the model is in, and a softmax over them cancels.
+#: Error of effective connection weights: they are float32 in models of any dtype, and a softmax over them cancels.
 _CONNECTIONS = 2e-4
 
 
@@ -36,11 +36,10 @@ class Setting:
         name: in words.
         training: in training mode.
         perturbed: with weights that are not the model's own.
-        moved: with connection weights that are not those of the start; the original is wired as they say (`wired`).
-        strided: with inputs that are not contiguous, if the original takes such.
-        rounding: outputs may differ by rounding; then gradients may differ by what a ReLU makes of that, and are not
-            compared.
-        within: the relative error that outputs may have at least, where something on the way to them is less precise.
+        moved: with connection weights that have moved from their start; the original is wired accordingly (`wired`).
+        strided: with inputs that are not contiguous, if the original accepts them.
+        rounding: outputs may differ by rounding. Then gradients are not compared, as a ReLU may amplify it.
+        within: lower bound of the tolerance for outputs, for models with less precise hidden states.
         dtype: of parameters, buffers and inputs; None: their own.
     """
 
@@ -56,15 +55,14 @@ class Setting:
 
 @dataclasses.dataclass
 class Run:
-    """Outputs of a model, and sketches of its gradients (`tensors.sketch`): a set of them would be a second model.
+    """Outputs of a model, and sketches of its gradients (`tensors.sketch`): whole gradients would fill a second model.
 
     Attributes:
         outputs: floating-point and complex tensors that it returned.
-        expected: gradients that those of this run are compared with as they arrive, and leave as they do; None: they
-            are kept.
-        gradients: those that were kept, by parameter.
-        wrong: in words, what differs from those expected.
-        compared: number of gradients that were.
+        expected: gradients to compare with. Each is removed when its counterpart arrives. None: gradients are kept.
+        gradients: the kept gradients, by parameter.
+        wrong: differences from the expected gradients, in words.
+        compared: number of gradients that were compared.
         within: see `Setting`.
     """
 
@@ -99,11 +97,11 @@ def run(
     values: dict[str, Tensor],
     expected: dict[str, Gradient] | None = None,
 ) -> Run:
-    """One forward and backward pass of a copy of ``model``.
+    """Run a copy of ``model`` forward and backward.
 
     Args:
-        setting, model, inputs: how, and of what; model and inputs are not changed.
-        values: of the parameters of these names; the others have their own.
+        setting, model, inputs: model and inputs are not changed.
+        values: values for the parameters of these names; others keep their own.
         expected: gradients to compare with; see `Run`.
     """
     result = Run(expected=expected, within=setting.within)
@@ -114,7 +112,7 @@ def run(
             differentiable = [t for t in outputs if t.requires_grad and t.numel()]
             if differentiable and trained:
                 torch.default_generator.manual_seed(1)
-                # weights that differ per element: a plain sum would hide what a final norm cancels
+                # random weights: a plain sum would hide what a final norm cancels
                 loss = sum((_weights(t) * real(t)).sum() / t.numel() for t in differentiable)
                 loss.backward()  # type: ignore[union-attr]
         result.outputs = [t.detach() for t in outputs]
@@ -124,12 +122,12 @@ def run(
 
 @contextmanager
 def _gradients_to(result: Run, bench: nn.Module) -> Iterator[bool]:
-    """Hand gradients to ``result`` as they arrive; whether there are parameters that get some."""
+    """Pass gradients to ``result`` as they arrive; yield whether any parameter gets one."""
 
     def hook(name: str) -> Any:
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # an autograd function may give none
+            if gradient is not None:  # an autograd function may return None
                 result.arrived(name, gradient)
 
         return arrived
@@ -148,7 +146,7 @@ def _gradients_to(result: Run, bench: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def _copied(setting: Setting, model: nn.Module, values: dict[str, Tensor]) -> Iterator[nn.Module]:
-    """A copy of the model that has these values, which it does not copy, and is in the setting's mode and precision."""
+    """A copy of the model with these values (not copied), in the mode and precision of the setting."""
     bench = private(model).train(setting.training)
     parameters = dict(bench.named_parameters())
     for name, value in values.items():
@@ -158,12 +156,12 @@ def _copied(setting: Setting, model: nn.Module, values: dict[str, Tensor]) -> It
     try:
         yield bench
     finally:
-        for name in values:  # modules hold each other: until Python finds these circles, they would hold the values
+        for name in values:  # modules form reference cycles, which would keep the values alive
             parameters[name].data = torch.empty(0, dtype=parameters[name].dtype, device=parameters[name].device)
 
 
 def _given(setting: Setting, inputs: Inputs) -> Inputs:
-    """A copy of the inputs in the setting's precision, or their own if that is better."""
+    """A copy of the inputs in the setting's precision, or in their own if that is higher."""
 
     def raised(value: Any) -> Any:
         if setting.dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -175,7 +173,7 @@ def _given(setting: Setting, inputs: Inputs) -> Inputs:
 
 
 def _weights(output: Tensor) -> Tensor:
-    """Random weights of the shape of ``output``. Not by `rand_like`, whose values depend on strides, too."""
+    """Random weights of the shape of ``output``. The values of `rand_like` would depend on strides, too."""
     shape = (*output.shape, 2) if output.is_complex() else output.shape
     return torch.rand(shape).to(output.device)
 
@@ -183,7 +181,7 @@ def _weights(output: Tensor) -> Tensor:
 def block_outputs(
     setting: Setting, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]
 ) -> list[tuple[str, Tensor]]:
-    """What modules with children return, in order; streams as what the next block would read."""
+    """Outputs of all modules with children, in order. A stream is shown as the value that the next block would read."""
     blocks: list[tuple[str, Tensor]] = []
 
     def record(path: str) -> Any:
@@ -207,14 +205,14 @@ def block_outputs(
 
 
 def coarsest(setting: Setting, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]) -> float:
-    """The relative error that the least precise of its matrices and hidden states may have."""
+    """The tolerance for the least precise of the model's matrices and hidden states."""
     states = [value for _, value in block_outputs(setting, model, inputs, values)]
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
     return max(map(tolerance, (*states, *matrices)), default=0.0)
 
 
 def values_for(setting: Setting, original: nn.Module, rewired: nn.Module) -> dict[str, Tensor]:
-    """Values of parameters that are not the model's own in a setting: in memory once, for both models."""
+    """The parameter values that a setting changes, stored once for both models."""
     own = {name: p.detach() for name, p in original.named_parameters() if p.is_floating_point() and not p.is_meta}
     own = {name: p for name, p in own.items() if type(p) is Tensor and p.numel()}
     values, generator = dict[str, Tensor](), torch.Generator().manual_seed(2)
@@ -222,7 +220,7 @@ def values_for(setting: Setting, original: nn.Module, rewired: nn.Module) -> dic
     for name, p in own.items():
         if setting.perturbed and (not large or bool((p == p.flatten()[0]).all())):
             noise = torch.randn(p.shape, generator=generator).mul_(0.02).to(p)
-            values[name] = p.to(setting.dtype or p.dtype) + noise  # so that no branch is zero
+            values[name] = p.to(setting.dtype or p.dtype) + noise  # then no branch is zero
     if setting.dtype is not None:
         rest = {name: p for name, p in own.items() if name not in values}
         tied = large and setting.moved
@@ -231,7 +229,7 @@ def values_for(setting: Setting, original: nn.Module, rewired: nn.Module) -> dic
 
 
 def _tied(parameters: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Values in ``dtype``, in the memory of one block: each has those of the first, from another element on."""
+    """Values in ``dtype`` that share memory: parameters alike get the values of the first of them, shifted."""
     kinds: dict[Any, list[str]] = {}
     for name, p in parameters.items():
         kinds.setdefault((re.sub(r"\d+", "", name), p.shape, p.device), []).append(name)
@@ -245,7 +243,7 @@ def _tied(parameters: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def movement(rewired: nn.Module) -> dict[str, Tensor]:
-    """Connection weights that mix: no effective one differs by more than a half from what it is."""
+    """Connection weights that have moved from their start. No effective weight moves by more than a half."""
     paths = {module: path for path, module in rewired.named_modules()}
     moved: dict[str, Tensor] = {}
     for connection in connections(rewired).values():
@@ -260,7 +258,7 @@ def movement(rewired: nn.Module) -> dict[str, Tensor]:
 
 
 def _matrix(connection: Connection, drawn: dict[str, Tensor], scale: float) -> Tensor:
-    """The effective weights, with learned ones that were moved."""
+    """The effective weights, with learned weights moved by ``scale`` times ``drawn``."""
     topology, dims = connection.layout.topology, connection.layout.dims
     stored = {name: p.detach().cpu() + scale * drawn[name] for name, p in connection.named_parameters()}
     learned = {name: value * connection.stored_in[name] for name, value in stored.items()}
@@ -269,7 +267,7 @@ def _matrix(connection: Connection, drawn: dict[str, Tensor], scale: float) -> T
 
 
 def strided(inputs: Inputs) -> Inputs:
-    """The inputs in memory with gaps."""
+    """The inputs with gaps in memory."""
 
     def spread(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0 or type(value) is not Tensor:

@@ -1,4 +1,4 @@
-"""Tensors in what models return, and how far two of them are apart."""
+"""The tensors in what models return, and how far two of them are apart."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rewire.runtime.stream import Stream
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 #: Gradients pass through more roundings than outputs.
 _GRADIENT_SLACK = 5.0
-#: How many sums each 65536 elements of a gradient are kept as, and of how many elements each is.
+#: A block of 65536 gradient elements is kept as this many sums, each of this many elements.
 _SUMS, _FOLDED = 4096, 16
-_DEPTH = 6  # of objects inside objects that are looked into for tensors
+_DEPTH = 6  # levels of nested objects that are searched for tensors
 
 
 def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
@@ -68,31 +68,31 @@ class Gradient(NamedTuple):
 def sketch(gradient: Tensor) -> Tensor:
     """A gradient in a sixteenth of its memory, if it is large: sums of 16 elements, with random factors.
 
-    It is linear, and preserves norms up to about one part in a hundred (Johnson and Lindenstrauss): what differs in two
-    gradients differs by as much in their sketches. A difference of a single element is in one sum, whole.
+    It is linear, and preserves norms up to about one part in a hundred (Johnson and Lindenstrauss). So two gradients
+    differ by as much as their sketches. A difference in a single element is wholly in one sum.
     """
     exact = torch.promote_types(gradient.dtype, torch.float32)
     flat = gradient.detach().flatten()
     if flat.numel() <= _FOLDED * _SUMS:
         return flat.to(exact)
     factors, whole = _factors(flat.device, exact), flat.numel() // (_FOLDED * _SUMS) * _FOLDED * _SUMS
-    parts = flat[:whole].view(-1, _FOLDED, _SUMS).split(16)  # a few at a time: products are no second gradient
+    parts = flat[:whole].view(-1, _FOLDED, _SUMS).split(16)  # a few at a time, to save memory
     sums = [(part.to(exact) * factors).sum(1).flatten() for part in parts]
     return torch.cat([*sums, flat[whole:].to(exact)])
 
 
 @functools.cache
 def _factors(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Between a half and one and a half in size, of either sign: equal elements do not cancel, and none vanishes."""
+    """Factors of size 0.5 to 1.5 and random sign: equal elements do not cancel, and none vanishes."""
     drawn = torch.rand((2, _FOLDED, _SUMS), generator=torch.Generator().manual_seed(4))
     return ((0.5 + drawn[0]) * (drawn[1] - 0.5).sign()).to(device, dtype)
 
 
 def gradient_error(reference: Gradient, other: Tensor, largest: float, within: float = 0.0) -> float:
-    """Relative error of a gradient if it is too large, else 0.
+    """The relative error of a gradient if it is too large, else 0.
 
-    A gradient that is zero in exact arithmetic (a key bias, say) is rounding noise in both: ``largest`` is the norm of
-    the original's largest. ``within`` is the relative error that outputs may have at least.
+    A gradient that is zero in exact arithmetic (a key bias, for example) is rounding noise in both: ``largest`` is the
+    norm of the original's largest. ``within`` is a lower bound of the tolerance for outputs.
     """
     tolerance = _GRADIENT_SLACK * max(within, TOLERANCES.get(reference.dtype, 1e-5))
     norm = float(reference.sketch.norm())
@@ -102,12 +102,12 @@ def gradient_error(reference: Gradient, other: Tensor, largest: float, within: f
 
 
 def tolerance(output: Tensor) -> float:
-    """The relative error that an output may have."""
+    """The relative error that is allowed for an output."""
     return TOLERANCES.get(real(output).dtype if output.is_complex() else output.dtype, 1e-5)
 
 
 def real(output: Tensor) -> Tensor:
-    """Real numbers, in float32 or better."""
+    """A tensor as real numbers, in float32 or better."""
     real = torch.view_as_real(output) if output.is_complex() else output
     return real.to(torch.promote_types(real.dtype, torch.float32))
 

@@ -1,10 +1,10 @@
-"""The original's branches, wired by a topology's formulas and without any edit.
+"""The original's branches, wired by a topology's formulas without any edit.
 
-While the original runs, its residual adds give what the formulas make of the branches so far, in float64 and plain
-torch, in place of their sums; and each projection of queries, keys and values gets what it is given where the block
-reads that one of the three alone. That is a model of its own. With connection weights that have moved, a rewired model
-has to have its outputs and gradients: at their start most topologies are the plain network, and what an edit has lost
-does not show.
+While the original runs, each residual add returns the result of the formulas instead of its sum, computed in float64
+and plain torch from the branches so far. Where a block reads queries, keys and values separately, each projection gets
+the input that it would have if the block read that one alone. With connection weights that have moved, a rewired model
+has to match outputs and gradients of this model. At their start most topologies equal the plain network, which would
+hide what an edit has lost.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from rewire.torch_internals import pytree, saved_tensor_hooks
 T = TypeVar("T")
 _Function: TypeAlias = Callable[..., Any]
 
-#: Where in the code an operation or a call stands, and its number among those alike.
+#: The place of an operation or a call in the code, and a number that counts those at the same place.
 _Key: TypeAlias = tuple[Hashable, ...]
 
 
 def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
-    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's."""
+    """The original, wired by a rewired model's topologies, with that model's connection weights."""
     flow = found.evaluation.flow
     model = shared(flow.before or flow.model)
     for connection in connections(rewired).values():
@@ -71,13 +71,13 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """An attention that reads queries, keys and values apart.
+    """An attention that reads queries, keys and values separately.
 
     Attributes:
         site: number of its residual add.
         projections: where it projects them.
-        state: the key of the value that it reads.
-        reader: path of the module in whose call that is read.
+        state: the key of the state that it reads.
+        reader: path of the module in whose call the state is read.
     """
 
     site: int
@@ -87,13 +87,13 @@ class _Read:
 
 
 class _Script:
-    """What happens to the streams in a run, by its operations and calls.
+    """What happens to the streams in a run, by the keys of operations and calls.
 
     Attributes:
-        trunks: of each pass of a stream through a trunk, the trunk's name and layout.
-        steps: of an operation -> number of the pass, what is done, and number of the operand that is the stream's.
-        starts: of a call -> number of the pass that starts with an argument, its name, and which tensor of it.
-        reads: by pass.
+        trunks: for each pass of a stream through a trunk, the trunk's name and layout.
+        steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
+        starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
+        reads: the separate reads of each pass.
     """
 
     def __init__(self, found: Finding, layouts: Mapping[str, Layout], patterns: Sequence[Pattern]) -> None:
@@ -103,7 +103,7 @@ class _Script:
         self.reads: list[list[_Read]] = []
         self._flow = found.flow
         self._keys = dict(_numbered((op, (op.scope.path, op.place, op.name)) for op in found.flow))
-        firsts: list[int] = []  # of each pass, the number of its first add
+        firsts: list[int] = []  # for each pass, the number of its first add
         for name, layout in layouts.items():
             for chain in found.passes(name):
                 self._start(chain, len(self.trunks))
@@ -112,7 +112,7 @@ class _Script:
                 self.reads.append([self._read(found, name, chain, n, patterns) for n in separate])
                 self.trunks.append((name, layout))
                 firsts.append(chain.adds[0].op.index)
-        # What starts with a state takes what another stream makes of it: in whose branch it is, and adds before it.
+        # A stream that starts with another one's state starts after the other's steps, whose result it takes.
         for steps in self.steps.values():
             steps.sort(key=lambda step: (step[1] == "start", step[1] == "start" and -firsts[step[0]]))
         for starts in self.starts.values():
@@ -126,10 +126,10 @@ class _Script:
         self.steps.setdefault(self._keys[op], []).append((number, what, operand))
 
     def _start(self, chain: Chain, number: int) -> None:
-        """A stream starts with an argument of the call that reads it first, or with what an operation in that makes."""
+        """Note where a stream starts: at an argument of the call that first reads it, or an operation in that call."""
         scope, entry = _beginning(self._flow, chain), chain.entry
         brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)
-        made_here = scope.holds(entry.scope) and entry.place is not None  # by an operation: no input of the model
+        made_here = scope.holds(entry.scope) and entry.place is not None  # not an input of the model
         if made_here or brought is None:
             self._put(entry, number, "start")
             return
@@ -160,7 +160,7 @@ class _Script:
 
 
 def _beginning(flow: Flow, chain: Chain) -> Scope:
-    """The innermost call of a module that holds the first add and all that its branches read; or adds, and gets it."""
+    """The innermost module call with the first add and its branches' reads; or one that adds and gets the state."""
     first = chain.adds[0]
     own = {*first.region, *casts_of(first), *first.inner, first.op}
     users = (user for op in (first.state, *casts_of(first)) for user in flow.users[op])
@@ -172,12 +172,12 @@ def _beginning(flow: Flow, chain: Chain) -> Scope:
 
 
 def _hooked(calls: Sequence[Scope]) -> list[Scope]:
-    """Those that the recorder is told of: of modules, and not of their forwards as functions."""
+    """The calls that the recorder's hooks see: not those of forwards as functions."""
     return [call for call in calls if not call.bare]
 
 
 def _numbered(pairs: Iterable[tuple[T, _Key]]) -> Iterator[tuple[T, _Key]]:
-    """Each with the number of those before it that stand at the same place."""
+    """Each item with its key: its place, and the number of earlier items at the same place."""
     counts: collections.Counter[_Key] = collections.Counter()
     for item, place in pairs:
         yield item, (*place, counts[place])
@@ -185,7 +185,7 @@ def _numbered(pairs: Iterable[tuple[T, _Key]]) -> Iterator[tuple[T, _Key]]:
 
 
 class _Reached(BaseException):
-    """A projection gets these arguments. (No Exception, which a forward may catch.)"""
+    """Carries the arguments of a projection. (A BaseException, which a forward does not catch.)"""
 
     def __init__(self, args: Args, kwargs: Kwargs) -> None:
         super().__init__()
@@ -196,18 +196,17 @@ class _Wiring(Recorder):
     """A run in which the script happens.
 
     Attributes:
-        passes: of streams, so far.
-        counts: of operations and calls, by their place.
+        passes: the streams so far.
+        counts: numbers of operations and calls, by their place.
         modules: of the model, by path.
         products: weights of projections that are products in a forward: see `Projections.paths`.
-        calls: of modules in whose calls an attention reads: copies of what the present call was given, and `counts`
-            before it.
-        origins: of these copies, by their ids: the keys of what made the originals.
-        probe: in a call that is made again for one of queries, keys and values: what to read, by the key of the value
-            in whose place it is, and the path of the projection at which it ends.
-        met: the keys of what has been made or given in that call.
-        written: what an addition in place has changed, and what it was before.
-        before: for each call that runs, the number of operations before it.
+        calls: for modules in whose calls an attention reads: copies of the present arguments, and earlier `counts`.
+        origins: by ids of these copies: the keys of what made the originals.
+        probe: while a call is repeated for one of queries, keys and values: the values to read, by the keys of those
+            that they replace; and the path of the projection at which to stop.
+        met: keys of all values in the arguments of that call.
+        written: the target of an in-place addition, and its value before.
+        before: for each running call, the number of operations before it.
     """
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
@@ -242,22 +241,22 @@ class _Wiring(Recorder):
     def __torch_function__(self, func: _Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
         name, self.written = getattr(func, "__name__", ""), None
-        if name in ("add_", "__iadd__"):  # perhaps to a branch's output
+        if name in ("add_", "__iadd__"):  # the target may be a branch's output
             self.written = args[0], args[0].clone()
         in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if in_place else contextlib.nullcontext():
-            result = super().__torch_function__(func, types, args, kwargs)  # which `_in_place_of` may write to
+            result = super().__torch_function__(func, types, args, kwargs)  # `_in_place_of` may write to the result
         return self._happened(count, result, func, args, kwargs)
 
     def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
-        count = len(self.ops)  # behind those that the module made
+        count = len(self.ops)  # including those in the module
         super()._left(module, args, output)
         if self.probe is None and count == self.before.pop():
-            self.counts[self.paths[module],] -= 1  # it failed, and is called again, or does nothing
+            self.counts[self.paths[module],] -= 1  # the call failed and will be repeated, or it does nothing
         return self._happened(count, output, module, args, {})
 
     def _happened(self, count: int, result: Any, func: _Function, args: Args, kwargs: Kwargs) -> Any:
-        """A result, in which operations from the number ``count`` on give something else."""
+        """The result of a call in which operations from number ``count`` on return something else."""
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
             if new is not None:
@@ -265,7 +264,7 @@ class _Wiring(Recorder):
         return result
 
     def _happens(self, op: Op, func: _Function, args: Args, kwargs: Kwargs) -> Tensor | None:
-        """What an operation gives in place of its own result; None: that."""
+        """What an operation returns in place of its own result; None: its own result."""
         key, new = self.keys[op.index], None
         if self.products and weight_of(op) in self.products:
             return self._product(op, func, args, kwargs)
@@ -275,7 +274,7 @@ class _Wiring(Recorder):
         steps = self.script.steps.get(key, ())
         if steps and not torch.is_grad_enabled() and where_reentrant():  # what follows has other gradients
             raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
-        if steps and op.name == KERNEL and op.leaf is None:  # it is used already when it is seen
+        if steps and op.name == KERNEL and op.leaf is None:  # its result was used before it was seen
             raise RuntimeError(f"kernels make the state in module '{op.scope.path}', and show no operations")
         for number, what, operand in steps:
             wires, made = self.passes[number], self.made[op.index] if new is None else new
@@ -298,7 +297,7 @@ class _Wiring(Recorder):
         return new
 
     def _branch(self, op: Op, wires: Wires, operand: int, func: _Function, given: Inputs) -> Tensor:
-        """What a sum adds to the operand of a number."""
+        """The branch that a sum adds to its operand number ``operand``."""
         branch = self.made[op.inputs[1 - operand].index]
         if op.name in SCATTERED:  # to some rows
             shortcut = _first(given)
@@ -309,7 +308,7 @@ class _Wiring(Recorder):
         return branch if op.scale is None or op.scale == 1 else branch * op.scale
 
     def _stored(self, op: Op, func: _Function, args: Args, branch: Tensor) -> Tensor:
-        """A branch of a part, with zeros elsewhere: what ``x[rows] += branch`` adds to ``x``."""
+        """A branch for some rows, with zeros elsewhere: what ``x[rows] += branch`` adds to ``x``."""
         x = self.made[op.index]
         nothing = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
         if func is Tensor.__setitem__:
@@ -321,12 +320,12 @@ class _Wiring(Recorder):
 
     def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Inputs) -> Any:
         own = self.made[op.index]
-        if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
+        if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # it was written to
             own.copy_(new)
             for wires in self.passes:
                 wires.value = own if wires.value is new else wires.value
             return result
-        self.replaced.append(own)  # so that its id is not used again
+        self.replaced.append(own)  # keeps ids from being reused
         self.made[op.index], self.known[id(new)] = new, op
         return pytree.tree_map(lambda item: new if item is own else item, result)
 
@@ -341,19 +340,19 @@ class _Wiring(Recorder):
             op = self.stack[-1].arguments[name][item]
             x = next(given for given in tensors_and_streams((args, kwargs)) if self.known.get(id(given)) is op)
             new = self.passes[number].start(x)
-            # Not copies of dicts: the call may leave the next state in one that its caller holds.
+            # Dicts are not copied: the call may leave the next state in a dict of its caller.
             args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
             self.known[id(new)] = op
             self.replaced.append(new)
         self.counts[path,] += 1
         self.before.append(len(self.ops))
         if path in self.readers:
-            copied = _changed((args, kwargs), self._copied)  # the call may write to what it was given
+            copied = _changed((args, kwargs), self._copied)  # the call may write to its arguments
             self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
 
     def _stop_at(self, path: str, args: Args, kwargs: Kwargs) -> None:
-        """End a call that is made again, at its projection: with shared modules an earlier pass calls that, too."""
+        """Stop a repeated call at its projection. If modules are shared, an earlier pass may call it, too."""
         assert self.probe is not None
         if path == self.probe[1] and self.met.issuperset(self.probe[0]):
             raise _Reached(args, kwargs)
@@ -366,24 +365,24 @@ class _Wiring(Recorder):
         return copied
 
     def check(self) -> None:
-        """Refuse a run in which something did not happen: it says nothing."""
+        """Refuse a run that left out steps of the script: it proves nothing."""
         missing = [name for (name, _), wires in zip(self.script.trunks, self.passes, strict=True) if not wires.complete]
         if missing:
             raise RuntimeError(f"other residual adds of trunk '{missing[0]}' ran than were found")
 
     def _keep_activations(self) -> None:
-        """Undo activation checkpointing: what it would run again, in backward, is not wired there."""
+        """Undo activation checkpointing, whose rerun in backward would not be wired."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0] is not _same:
             self.open.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
 
     def _apart(self, path: str, args: Args, kwargs: Kwargs) -> Inputs:
-        """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
+        """The arguments of a call; for a projection that is read separately, its own input."""
         own = self._reads(path)
         return self._projected(own, path, args, kwargs) if own else (args, kwargs)
 
     def _reads(self, path: str) -> list[tuple[Wires, _Read]]:
-        """What a projection reads now: of several streams, where these meet in one attention."""
+        """The reads of a projection now: of several streams, if they meet in one attention."""
         return [
             (wires, read)
             for wires, reads in zip(self.passes, self.script.reads, strict=True)
@@ -411,7 +410,7 @@ class _Wiring(Recorder):
         return args, kwargs
 
     def _product(self, op: Op, func: _Function, args: Args, kwargs: Kwargs) -> Tensor | None:
-        """What a product with a weight gives, where that is a projection."""
+        """The result of a product with a weight, if that is a projection."""
         path = weight_of(op)
         if self.probe is not None:
             self._stop_at(path, args, kwargs)
@@ -421,13 +420,13 @@ class _Wiring(Recorder):
             return None
         projections = reads[0][1].projections
         fused = path == projections.fused_path
-        with self:  # which does not see what runs inside an operation
+        with self:  # hides what runs inside an operation
             fed = [self._fed(reads, path, way) for way in ("qkv" if fused else projections.ways[path])]
         made = [func(*alone.given, **alone.kwargs) for alone in fed]
         return _parts(made, projections.fused) if fused else made[0]
 
     def _fed(self, reads: Sequence[tuple[Wires, _Read]], path: str, way: str) -> _Reached:
-        """What a projection is given where the block reads what is read for queries, keys or values alone."""
+        """Repeat the reader's call with the read for queries, keys or values alone; return the projection's input."""
         reader = reads[0][1].reader
         read = {of.state: wires.qkv[way].clone() for wires, of in reads if wires.qkv is not None}
         module, args, kwargs, counts = self.calls[reader]
@@ -455,7 +454,7 @@ class _Wiring(Recorder):
 
 
 def _parts(made: Sequence[Tensor], fused: Fused | None) -> Tensor:
-    """What a fused projection makes: each feature as it makes it of what queries, keys or values read."""
+    """The output of a fused projection: each feature from what queries, keys or values read."""
     assert fused is not None
     parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
     return torch.cat(parts, -1).flatten(-2)
@@ -466,7 +465,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _changed(value: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """A copy of arguments with each tensor in them changed: of dataclasses, too, which pytrees may not know."""
+    """A copy of arguments with ``change`` applied to each tensor, also in dataclasses, which pytrees may not know."""
     args, kwargs = pytree.tree_map(lambda item: mapped(item, change, fresh=True), value)
     return args, kwargs
 

@@ -1,4 +1,4 @@
-"""One pass of a stream through a trunk, by the formulas of its topology: in float64 and plain torch."""
+"""One pass of a stream through a trunk by the formulas of its topology, in float64 and plain torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wires:
 
     Attributes:
         value: what the model's next operations read.
-        qkv: the same for queries, keys and values, where the next branch is an attention that reads them apart.
+        qkv: values for queries, keys and values, if the next branch is an attention that reads them separately.
         site: number of residual adds so far.
     """
 
@@ -33,7 +33,7 @@ class Wires:
         self.value: Tensor | None = None
         self.qkv: dict[str, Tensor] | None = None
         self._states: tuple[Any, ...] = ()
-        self._exact: Any = None  # the value in float64, as the model has hidden states
+        self._exact: Any = None  # the value in float64, in the model's dimensions
         self._branches: list[Tensor] = []  # of the present unit, likewise
 
     @property
@@ -41,16 +41,16 @@ class Wires:
         return self.site == len(self.layout.units)
 
     def start(self, x: Tensor) -> Tensor:
-        """What is read of the trunk's input."""
+        """The read from the trunk's input."""
         with plainly(), outside_autocast(x.device):
             self._states = self.topology.start(self._last(_exact(x)), self.weights)
             return self._read(x)
 
     def add(self, branches: Sequence[Tensor], plain: Tensor) -> Tensor:
-        """What follows a residual add of ``branches``, which gives ``plain`` in the original.
+        """The value after a residual add of ``branches``, which is ``plain`` in the original.
 
-        Behind the last one of a unit that is what is read next; inside a unit, and where the model makes the next state
-        of it (`push`), the sum.
+        After the last add of a unit it is the next read. Inside a unit, and if further operations make the next state
+        (`push`), it is the sum.
         """
         layout, site = self.layout, self.layout.sites[self.site]
         new = [_exact(branch.expand_as(plain)) for branch in branches]
@@ -58,7 +58,7 @@ class Wires:
         with plainly(), outside_autocast(plain.device):
             if not site.closes:
                 self._exact = total((self._exact, *new))
-                return self._rounded(plain)  # which `push` may change
+                return self._rounded(plain)  # `push` may change it
             f, self._branches = self._last(total(tuple(self._branches))), []
             if site.makes_state and layout.recurrence is not None:
                 merged = layout.recurrence.merge(self._states, self.weights, site.unit, f)
@@ -68,7 +68,7 @@ class Wires:
             return self._read(plain)
 
     def push(self, state: Tensor) -> Tensor:
-        """What is read after the operations behind an add have made ``state`` of its sum."""
+        """The read after operations that follow an add have made ``state`` from its sum."""
         site, recurrence, exact = self.layout.sites[self.site - 1], self.layout.recurrence, _exact(state)
         if recurrence is None or not site.makes_state:
             change = exact - self._exact
@@ -76,13 +76,13 @@ class Wires:
             self.qkv = self.qkv and {way: (x + change).to(x.dtype) for way, x in self.qkv.items()}
             return self._rounded(state)
         with plainly(), outside_autocast(state.device):
-            if _is_cut(self.value, state):  # then the earlier states, too, are without gradients from here on
+            if _is_cut(self.value, state):  # the earlier states lose their gradients from here on, too
                 self._states = self.topology.viewed(self._states, Tensor.detach)
             self._states = recurrence.push(self._states, self.weights, site.unit, self._last(exact))
             return self._read(state)
 
     def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> None:
-        """The stream has other dimensions: ``value`` is what ``function`` makes of what was read."""
+        """Change the stream's dimensions: ``value`` is ``function`` applied to what was read."""
         with plainly():
             self._states = self.layout.viewed(self._states, function)
         self._branches, self._exact = [*map(function, self._branches)], function(self._exact)
@@ -114,12 +114,12 @@ class Wires:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """``x`` in double precision, in memory of its own: the model may write to ``x``."""
+    """``x`` in double precision in its own memory, as the model may write to ``x``."""
     return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
 
 
 def _is_cut(x: Tensor | None, state: Tensor) -> bool:
-    """Whether no gradient of ``state``, which was made of ``x``, reaches it."""
+    """Whether no gradient of ``state``, which was made of ``x``, reaches ``x``."""
     if x is None or not x.requires_grad or not torch.is_grad_enabled():
         return False
     if not state.requires_grad:
