@@ -121,10 +121,11 @@ def test_inputs_without_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "states", "mixes"), [({}, UNITS + 1, UNITS), ({"units": ["output"], "sources": ["x0", 2]}, 3, 1)]
+    ("options", "states", "mixes", "units"),
+    [({}, UNITS + 1, UNITS, UNITS), ({"units": ["output"], "sources": ["x0", 2]}, 3, 1, 0)],
 )
-def test_norms_of_muddformer(options: dict[str, Any], states: int, mixes: int) -> None:
-    """Those of states and those behind mixes are made again, beside those of the model."""
+def test_norms_of_muddformer(options: dict[str, Any], states: int, mixes: int, units: int) -> None:
+    """Those of states and those behind mixes are made again, beside those of the model's units that read mixes."""
     torch.manual_seed(0)
     model, x = rewire.compile(Net(), "muddformer", norms=True, start="paper", validate=False, **options), inputs()
     for parameter in rewire.connections(model)["blocks"].parameters():
@@ -134,7 +135,7 @@ def test_norms_of_muddformer(options: dict[str, Any], states: int, mixes: int) -
     with mock.patch.object(again._Region, "__call__", autospec=True, side_effect=again._Region.__call__) as made:
         got = gradients(model, x)
     assert len(got) == len(want) > UNITS and all(map(torch.equal, got, want))
-    assert made.call_count == states + mixes + UNITS
+    assert made.call_count == states + mixes + units
 
 
 def test_backward_twice() -> None:

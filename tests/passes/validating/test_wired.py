@@ -174,9 +174,9 @@ def test_weights_of_another_unit_are_noticed():
         rewire.compile(Net(), "x0-lambdas", example_inputs=(X,))
 
 
-def without_the_first(stream: Stream, branches: Any) -> Any:
+def without_the_first(stream: Stream, *given: Any) -> Any:
     """Between the units, the first state is forgotten."""
-    written = _WRITTEN(stream, branches)
+    written = _WRITTEN(stream, *given)
     return Stream(
         written.states[-1:] * len(written.states), written.held, written.weights, written.layout, written.position
     )
