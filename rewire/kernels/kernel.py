@@ -52,7 +52,7 @@ class Launch(NamedTuple):
 #: The list to which launches are recorded instead of being executed.
 _noted: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("noted")
 #: Number of threads that record launches.
-_anywhere = 0
+threads_noting = 0
 _COUNTING = threading.Lock()
 
 
@@ -63,23 +63,23 @@ def noted() -> Iterator[list[Launch]]:
     Mixes on all devices, including meta, use a GPU's kernels. (On a GPU, a kernel that has already run on these tensors
     is executed.)
     """
-    global _anywhere
+    global threads_noting
     launches: list[Launch] = []
     token = _noted.set(launches)
     with _COUNTING:
-        _anywhere += 1
+        threads_noting += 1
     try:
         with torch.autograd.set_multithreading_enabled(False):  # keeps a GPU's backward in this thread
             yield launches
     finally:
         with _COUNTING:
-            _anywhere -= 1
+            threads_noting -= 1
         _noted.reset(token)
 
 
 def noting() -> bool:
     """Whether launches are recorded; for torch.compile, which needs something to guard on, whether any thread does."""
-    return _anywhere > 0 and (torch.compiler.is_compiling() or _noted.get(None) is not None)
+    return threads_noting > 0 and (torch.compiler.is_compiling() or _noted.get(None) is not None)
 
 
 def _without_memory(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from rewire.kernels.kernel import noting
+from rewire.kernels import kernel
 from rewire.torch_internals import in_dispatch_mode
 
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
@@ -24,7 +24,8 @@ def uses_kernels(x: Tensor) -> bool:
 
     False in an exported program, which has to run without rewire.
     """
-    here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or noting())
+    noted = kernel.threads_noting > 0 and kernel.noting()
+    here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or noted)
     return here and x.dtype in DTYPES and not torch.compiler.is_exporting()
 
 

@@ -123,7 +123,7 @@ def spared(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         like: Any = args[0]
         with sparing(like):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,13 +57,13 @@ def pending_mix(
 ) -> Mix:
     """`mix`, to be computed later: topologies return it where a norm may follow, so that one kernel computes both."""
     factors, scores = () if weights is None else weights, scores or ()
-    if not sources or any(len(given) not in (0, len(sources)) for given in (factors, scores)):
+    if not sources or len(factors) not in (0, len(sources)) or len(scores) not in (0, len(sources)):
         raise ValueError(
             f"mix needs one weight per source, got {len(sources)} sources, {len(factors)} weights and "
             f"{len(scores)} scores."
         )
-    if not isinstance(weights, Tensor) and len({getattr(w, "shape", None) for w in factors}) == 1:
-        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights  # type: ignore[arg-type]
+    if isinstance(weights, (list, tuple)) and len({getattr(w, "shape", None) for w in factors}) == 1:
+        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights
     return Mix(tuple(sources), weights, tuple(scores), tuple(added))
 
 
@@ -138,7 +137,7 @@ class Mix:
             given = _Terms(self.sources, weights, self.scores, added, (), scale, ())
             fixed = _Fixed(kind, again=self.again)
         with sparing(self._like):
-            return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *itertools.chain.from_iterable(given))
+            return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *[x for terms in given for x in terms])
 
     @property
     def _like(self) -> Tensor:
@@ -222,8 +221,13 @@ def _by_autograd(
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
     precision = torch.promote_types(dtype, torch.float32)
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
-        products = [x.to(precision) * w for x, w in terms]
-        return functools.reduce(torch.add, [*products, *added]).to(dtype)
+        (x, w), *others = terms
+        total = x.to(precision) * w
+        for x, w in others:
+            total = total + x.to(precision) * w
+        for f in added:
+            total = total + f
+        return total.to(dtype)
     # A weight of shape [1] takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     addcmul, add = (torch.addcmul, torch.add) if switch.listened() else (Tensor.addcmul_, Tensor.add_)
@@ -278,8 +282,11 @@ def summed_by_product(sources: Sequence[Tensor], table: Tensor) -> Tensor:
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of a plain add of these tensors."""
-    dtypes = {x.dtype for x in tensors}
-    return dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype:
+            dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
 
 
 def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> Tensor:

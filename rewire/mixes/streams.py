@@ -77,9 +77,9 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
     Returns:
         [..., k C], perhaps yet to be computed; and the streams.
     """
-    if weights.shape[-1] == 1 and by_product(streams):  # a single result is faster as a sum
-        return (streams * weights).sum(-2, dtype=streams.dtype), streams
     if by_product(streams):
+        if weights.shape[-1] == 1:  # a single result is faster as a sum
+            return (streams * weights).sum(-2, dtype=streams.dtype), streams
         return _product(streams, weights.mT, ()).flatten(-2), streams
     if claim is not None and weights.shape[-1] == 1:
         return PendingRead(streams, weights, claim), streams

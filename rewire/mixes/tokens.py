@@ -209,7 +209,7 @@ def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
 def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:
     """`project`, or with ``eps`` `project_normed`, by differentiable operations."""
     scores: Tensor
-    if under_transforms():
+    if torch.compiler.is_dynamo_compiling() or under_transforms():  # torch.compile itself chooses what to keep
         scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
     else:
         scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
@@ -257,8 +257,8 @@ class _ProjectNormed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        precision = torch.promote_types(x.dtype, weight.dtype)
-        return (x.to(precision) @ weight.to(precision)) * inverse_rms(x, eps)
+        precise = x.to(torch.promote_types(x.dtype, weight.dtype))  # once: gradients are added before they are rounded
+        return (precise @ weight.to(precise.dtype)) * inverse_rms(precise, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
