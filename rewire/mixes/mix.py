@@ -223,10 +223,8 @@ def _by_autograd(
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
         (x, w), *others = terms
         total = x.to(precision) * w
-        for x, w in others:
-            total = total + x.to(precision) * w
-        for f in added:
-            total = total + f
+        for term in [*[x.to(precision) * w for x, w in others], *added]:
+            total = total + term
         return total.to(dtype)
     # A weight of shape [1] takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
@@ -283,9 +281,8 @@ def summed_by_product(sources: Sequence[Tensor], table: Tensor) -> Tensor:
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of a plain add of these tensors."""
     dtype = tensors[0].dtype
-    for x in tensors:
-        if x.dtype != dtype:
-            dtype = torch.promote_types(dtype, x.dtype)
+    for x in tensors[1:]:
+        dtype = dtype if x.dtype == dtype else torch.promote_types(dtype, x.dtype)
     return dtype
 
 

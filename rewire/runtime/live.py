@@ -107,9 +107,8 @@ class Live:
         if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
             matters = held.reading is not None and held.sum is held.reading.parts[0]
         for value, (before, recorded) in zip(self.values, self.before, strict=True):
-            if recorded and not value.requires_grad:
-                return True
-            if matters and before is not None and writes_to(value) != before:
+            written = matters and before is not None and writes_to(value) != before
+            if written or (recorded and not value.requires_grad):
                 return True
             matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
         return False
@@ -121,10 +120,9 @@ class Live:
 
     def normed_by(self, norm: Any, value: Any) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
-        if self.norm is not norm or value is not self.values[0]:
-            return None
-        before, _ = self.before[0]
-        return self.normed if before is None or writes_to(value) == before else None
+        before = self.before[0][0]
+        same = self.norm is norm and value is self.values[0] and (before is None or writes_to(value) == before)
+        return self.normed if same else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""

@@ -215,9 +215,8 @@ class Stream(TensorLike):
             local = materialize(due)
             value = self._out(local)
             return value, norm(value), self._read_as(states, local)
-        alone = norm
-        if torch.is_grad_enabled() and self.layout.sites[self.position].norm_again:
-            alone = functools.partial(norm_again, norm)
+        again = torch.is_grad_enabled() and self.layout.sites[self.position].norm_again
+        alone = functools.partial(norm_again, norm) if again else norm
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
         return value, normed, self._read_as(states, value)
 
