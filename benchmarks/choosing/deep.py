@@ -5,10 +5,10 @@
 Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
 the best of SETTINGS, which go on where the best was at an edge. The others have the one that is best for them, on one
 seed, of the plain model's best for five factors on the embeddings, and then the best of three rates of their
-connections; with that setting, the plain model is run, too. Those that are below the plain model on each seed get
-controls: weights frozen where another run's ended, and the plain model trained for the same time. Results are written
-after each part; called again, the script goes on. So it does from the results of others with `--known`, the file that
-they were written to: runs that it holds are not made again.
+connections, or more if the highest is the best; with that setting, the plain model is run, too. Those that are below
+the plain model on each seed get controls: weights frozen where another run's ended, and the plain model trained for the
+same time. Results are written after each part; called again, the script goes on. So it does from the results of others
+with `--known`, the file that they were written to: runs that it holds are not made again.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=2, help="of those that are compared")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
     parser.add_argument("--known", type=Path)
@@ -74,7 +75,7 @@ def main() -> None:
     if given.known:
         _keep(json.loads(given.known.read_text())["kept"], storage)
     runs = Runs(tasks.deep_language_model(given.layers), Budget(given.steps), storage, device, print)
-    compared = range(2, 2 + given.seeds)
+    compared = range(given.first_seed, given.first_seed + given.seeds)
     about = {"steps": given.steps, "seeds": given.seeds, "layers": given.layers, "machine": machine(device)}
 
     def tried(contender: Contender, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Result]:
@@ -108,6 +109,9 @@ def main() -> None:
         own = min(searched, key=lambda run: run.loss).trial.setting
         rates = [dataclasses.replace(own, connections=own.connections * factor) for factor in CONNECTIONS]
         searched += tried(contender, rates[1:], SEARCHED[:1])
+        while (best_rate := min(searched, key=lambda run: run.loss).trial.setting) == rates[-1]:  # at the edge
+            rates.append(dataclasses.replace(best_rate, connections=best_rate.connections * 4))
+            searched += tried(contender, rates[-1:], SEARCHED[:1])
         own = min(searched, key=lambda run: run.loss).trial.setting
         at, of_plain = len(rows), dataclasses.replace(own, connections=1.0)
         rows.append(row(name, contender, own, searched))
