@@ -358,3 +358,42 @@ def test_checkpointing_that_is_switched_on_later(how: str, topology: str) -> Non
 def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     loss = model(inputs).square().mean()
     return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+class InSegments(nn.Module):
+    """As SwissArmyTransformer runs its layers: segments in a function inside the forward, in a branch of an ``if``."""
+
+    def __init__(self, segments: bool) -> None:
+        super().__init__()
+        self.embed, self.layers, self.segments = nn.Linear(8, WIDTH), Stack(PreNorm).layers, segments
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if self.segments:
+
+            def custom(start: int, end: int) -> Callable[..., Any]:
+                def custom_forward(*inputs: Tensor) -> tuple[Tensor, int]:
+                    hidden = inputs[0]
+                    for layer in self.layers[start:end]:
+                        hidden = layer(hidden)
+                    return hidden, end - start
+
+                return custom_forward
+
+            start = 0
+            while start < len(self.layers):
+                args = [x]
+                x, ran = checkpoint(custom(start, start + 2), *args, use_reentrant=False)
+                start += ran
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("key", [ANCRE, "hc-dynamic", "muddformer"])
+def test_segments_in_a_function_inside_the_forward(key: str) -> None:
+    plain, model = InSegments(False), InSegments(True)
+    model.load_state_dict(plain.state_dict())
+    expected, actual = (train_step(mixed(each, key, example_inputs=(vectors(),)), vectors()) for each in (plain, model))
+    assert_same(expected, actual)

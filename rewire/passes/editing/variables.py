@@ -39,9 +39,12 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
     """The last statement that calls blocks, and the variables in which it may leave a stream."""
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
+    nodes = [
+        node for node in nodes if not _is_inside(text, node)
+    ]  # variables of a function inside this one are its own
     statements = _statements(text, nodes)
-    if not statements or isinstance(statements[-1], (ast.Return, ast.FunctionDef)):
-        return None  # the variables of a function inside this one are not here
+    if not statements or isinstance(statements[-1], ast.Return):
+        return None
     last = statements[-1]
     given = [arg for call in nodes for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
     names = {arg.id for arg in given if isinstance(arg, ast.Name)}
