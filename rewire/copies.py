@@ -22,6 +22,7 @@ from rewire.errors import RewireError
 from rewire.torch_internals import (
     TorchDispatchMode,
     buffers_of,
+    memory_of,
     parameters_of,
     process_groups,
     pytree,
@@ -78,7 +79,8 @@ def shared(model: M) -> M:
 def private(model: M, device: str | None = None) -> M:
     """A copy that can be run without any effect on ``model``.
 
-    Its parameters are new leaves that share memory with the model's: gradients stay with the copy. Buffers are copied.
+    Its parameters are new leaves that share memory with the model's: gradients stay with the copy. Buffers are copied,
+    and parameters to which the model's own ``train`` and ``eval`` write.
 
     Args:
         model: a module.
@@ -87,16 +89,46 @@ def private(model: M, device: str | None = None) -> M:
     check_can_be_trained(model)
     modules = [*model.modules()]
     memo: dict[int, Any] = {}
+    changed = _changed_by_modes(model, modules) if device is None else set()
     for buffer in _buffers_in(modules):
         memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     for parameter in _parameters_in(modules):
         if _is_special(parameter) and device is None:
-            memo[id(parameter)] = _same_kind(parameter)
+            memo[id(parameter)] = copy.deepcopy(parameter) if id(parameter) in changed else _same_kind(parameter)
             continue
-        value = parameter.detach()
+        value = parameter.detach().clone() if id(parameter) in changed else parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
     return _copied(model, modules, memo)
+
+
+def _changed_by_modes(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
+    """Ids of parameters to which ``train`` and ``eval`` write: loralib merges low-rank matrices into weights so."""
+    if all(type(module).train is nn.Module.train for module in modules):
+        return set()
+    probe, writes = private(model, "meta"), _Writes()
+    try:
+        with writes:
+            for mode in (True, False, True):
+                probe.train(mode)
+        pairs = zip(_parameters_in(modules), _parameters_in([*probe.modules()]), strict=True)
+        return {id(parameter) for parameter, twin in pairs if memory_of(twin) in writes.memory}
+    except Exception:  # it reads values, or has none that are known: any may change
+        return {*map(id, _parameters_in(modules))}
+
+
+class _Writes(TorchDispatchMode):
+    """Notes which memory is written to, and leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not writes_to_argument(func):
+            return func(*args, **kwargs or {})
+        self.memory.add(memory_of(args[0]))
+        return args[0]
 
 
 def _is_special(parameter: nn.Parameter) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
+from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, shaken, train_step
 from models import WIDTH, PreNorm, Stack, images, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -280,3 +281,119 @@ def test_interleaved_micro_batches(checkpointed: bool) -> None:
     model.out(a).square().mean().backward()
     model.out(b).square().mean().backward()
     assert_same(expected, all_gradients(model), 1e-6)
+
+
+class SwitchedOnLater(nn.Module):
+    """A block of two streams that checkpoints itself in one of many ways, as those of FLUX in sd-scripts do."""
+
+    how = ""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.linear, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def _forward(self, x: Tensor, y: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.norm(x), self.other_norm(y)], dim=1) + shift
+        x = x + self.linear(both[:, : x.shape[1]]).tanh()
+        y = y + self.other(both[:, x.shape[1] :]).tanh()
+        return x, y
+
+    def forward(self, x: Tensor, y: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training and self.how:
+
+            def create_custom_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+                def custom_forward(*inputs: Any) -> Any:
+                    return function(*inputs)
+
+                return custom_forward
+
+            if self.how == "wrapped":
+                return checkpoint(create_custom_forward(self._forward), x, y, shift, use_reentrant=False)
+            if self.how == "named":
+                function = self._forward
+                function = create_custom_forward(function)
+                return checkpoint(function, x, y, shift, use_reentrant=False)
+            if self.how == "partial":
+                return checkpoint(functools.partial(self._forward, shift=shift), x, y, use_reentrant=False)
+            if self.how == "lambda":
+                return checkpoint(lambda x, y: self._forward(x, y, shift), x, y, use_reentrant=False)
+            if self.how == "inner function":
+
+                def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                    return self._forward(x, y, shift)
+
+                return checkpoint(run, x, y, use_reentrant=False)
+            x, y = checkpoint(create_custom_forward(self._forward), x, y, shift, use_reentrant=False)
+            return x, y
+        else:
+            return self._forward(x, y, shift)
+
+
+class TwoStreams(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.x, self.y = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList([SwitchedOnLater(width) for _ in range(3)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x, y = self.x(inputs), self.y(inputs)
+        for block in self.blocks:
+            x, y = block(x, y, x.new_ones(x.shape[-1]))
+        return torch.cat([x, y], dim=1)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "named", "partial", "lambda", "inner function", "assigned"])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic"])
+def test_checkpointing_that_is_switched_on_later(how: str, topology: str) -> None:
+    model, inputs = TwoStreams(), torch.randn(2, 4, 16)
+    rewired = shaken(rewire.compile(model, topology, example_inputs=(inputs,)), 0.05).train()
+    expected = gradients(rewired, inputs)
+    for block in rewired.blocks:
+        block.how = how
+    actual = gradients(rewired, inputs)
+    assert all(map(torch.equal, actual, expected))
+
+
+def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    loss = model(inputs).square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+class InSegments(nn.Module):
+    """As SwissArmyTransformer runs its layers: segments in a function inside the forward, in a branch of an ``if``."""
+
+    def __init__(self, segments: bool) -> None:
+        super().__init__()
+        self.embed, self.layers, self.segments = nn.Linear(8, WIDTH), Stack(PreNorm).layers, segments
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if self.segments:
+
+            def custom(start: int, end: int) -> Callable[..., Any]:
+                def custom_forward(*inputs: Tensor) -> tuple[Tensor, int]:
+                    hidden = inputs[0]
+                    for layer in self.layers[start:end]:
+                        hidden = layer(hidden)
+                    return hidden, end - start
+
+                return custom_forward
+
+            start = 0
+            while start < len(self.layers):
+                args = [x]
+                x, ran = checkpoint(custom(start, start + 2), *args, use_reentrant=False)
+                start += ran
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("key", [ANCRE, "hc-dynamic", "muddformer"])
+def test_segments_in_a_function_inside_the_forward(key: str) -> None:
+    plain, model = InSegments(False), InSegments(True)
+    model.load_state_dict(plain.state_dict())
+    expected, actual = (train_step(mixed(each, key, example_inputs=(vectors(),)), vectors()) for each in (plain, model))
+    assert_same(expected, actual)

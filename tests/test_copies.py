@@ -80,6 +80,50 @@ def test_what_a_private_copy_computes_leaves_no_trace() -> None:
     assert made.inner.weight.data_ptr() == model.inner.weight.data_ptr()
 
 
+class MergesInEvaluation(nn.Linear):
+    """A low-rank branch that ``eval`` adds to the weight, and ``train`` takes out again, as loralib's do."""
+
+    def __init__(self, width: int, reads: bool = False) -> None:
+        super().__init__(width, width)
+        self.down, self.up = nn.Parameter(torch.randn(2, width)), nn.Parameter(torch.randn(width, 2))
+        self.merged, self.reads = False, reads
+
+    def train(self, mode: bool = True) -> MergesInEvaluation:
+        super().train(mode)
+        if self.reads and not bool(self.down.isfinite().all()):
+            raise ValueError("not finite")
+        if self.merged is mode:
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_modules_that_write_to_weights_when_the_mode_changes(reads: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), MergesInEvaluation(8, reads)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(self.norm(x))
+
+    model, x = nn.Sequential(*[Block() for _ in range(3)]), torch.randn(2, 8)
+    before, expected = copy.deepcopy(model.state_dict()), model(x)
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+    for shown in (model, rewired):
+        rewire.diagnose(shown, (x,))
+    rewire.graph(rewired, (x,)), rewire.ablate(rewired, [(x,)], loss=lambda net, batch: net(*batch).square().mean())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(rewired(x), expected)
+    torch.testing.assert_close(rewired.eval()(x), expected)
+    made = private(model)
+    assert made[0].norm.weight.data_ptr() == model[0].norm.weight.data_ptr() or reads
+
+
 def test_a_shared_copy_has_the_same_tensors() -> None:
     model = Counting()
     made = shared(model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rewire.console import Shown, progress, table
 from rewire.copies import Inputs, seeded, uncompiled
-from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
+from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own
 from rewire.diagnostics.signals import (
     BlockSignals,
     Chi,
@@ -118,7 +118,6 @@ def diagnose(
     copy, records = observed(model, inputs)
     if evaluate:
         copy.eval()
-    own_buffers(copy)
     about = f"diagnosing {type(model).__name__}"
     # Eager: what is recorded inside a compiled graph would have no gradient from the graph's output.
     with torch.enable_grad(), seeded(seed, copy), uncompiled(), progress(about):

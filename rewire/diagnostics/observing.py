@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.compiler import compile
-from rewire.copies import Inputs, shared
+from rewire.copies import Inputs, private
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.inputs import inputs_for
@@ -92,7 +92,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
     """A copy of ``model`` that computes the same and records its residual streams.
 
     Args:
-        model: a plain, rewired or frozen model. Its parameters and buffers are shared.
+        model: a plain, rewired or frozen model. Its parameters' memory is shared.
         inputs: what it will be run on.
 
     Returns:
@@ -105,9 +105,9 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
     check_loaded(model, "diagnosed")
     if connections(model):
         check_unwrapped(model)
-        copied = shared(model)
+        copied = private(model)
     else:
-        copied = compile(model, Residual(), example_inputs=inputs, validate=False)
+        copied = private(compile(model, Residual(), example_inputs=inputs, validate=False))
     records = []
     for connection in connections(copied).values():
         assert connection.trunk is not None
@@ -124,13 +124,6 @@ def inputs_of(model: nn.Module, batch: Any) -> Inputs:
         if batch is None:
             raise BadExampleInputs(f"{error}: pass batch=, what {type(model).__name__} is called with.") from error
         raise
-
-
-def own_buffers(copy: nn.Module) -> None:
-    """Give the copy its own buffers for what its modules count."""
-    for module in copy.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(module, name, buffer.clone())
 
 
 def called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rewire.attributes import REGISTERED_NAME
-from rewire.copies import seeded, shared, uncompiled
-from rewire.diagnostics.observing import called, inputs_of, own_buffers
+from rewire.copies import private, seeded, uncompiled
+from rewire.diagnostics.observing import called, inputs_of
 from rewire.diagnostics.outline import Outline
 from rewire.diagnostics.signals import precise
 from rewire.errors import UnsupportedTopology
@@ -86,10 +86,8 @@ def recorded(model: nn.Module, outlines: Mapping[str, Outline], batch: Any) -> d
 
 
 def running_copy(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode that shares the parameters."""
-    copied = shared(model).eval()
-    own_buffers(copied)
-    return copied
+    """A copy in evaluation mode that shares the parameters' memory."""
+    return private(model).eval()
 
 
 @contextlib.contextmanager

@@ -213,13 +213,14 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     assert prepared.inputs is not None
     findings, forwards, cut = list[Finding](), prepared.forwards, dict[str, str]()
     for training in (False, True):
-        looked_at = private(prepared.model, device).train(training)
+        looked_at = private(prepared.model, device)
         for module in looked_at.modules():
             for hooks in backward_hooks(module):
                 hooks.clear()  # for modules with such hooks, torch inserts views that are not the model's
             if type(module) in forwards:
                 define(module, forwards[type(module)])
         try:
+            looked_at.train(training)
             with seeded(0, looked_at), torch.enable_grad():
                 flow = record(looked_at, own_inputs(prepared.inputs, device))
         except RewireError:

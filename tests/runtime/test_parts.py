@@ -95,11 +95,34 @@ class Scattered(Block):
         return torch.scatter_add(x, 0, where, self.mlp(self.norm2(x[rows])))
 
 
+class ByKeyword(Block):
+    """As DINOv3's blocks, which run a list of batches, and drop rows in training only."""
+
+    def run(self, xs: list[Tensor]) -> list[Tensor]:
+        if not self.training:
+            xs = [torch.add(other=self.attn(self.norm1(x)), input=x) for x in xs]
+            return [torch.add(input=x, other=self.mlp(self.norm2(x))) for x in xs]
+        rows = [torch.randperm(len(x))[: len(x) // 2] for x in xs]
+        branches = [self.attn(self.norm1(x[some])) for x, some in zip(xs, rows, strict=True)]
+        xs = [
+            torch.index_add(x, dim=0, source=f, index=some, alpha=2.0)
+            for x, f, some in zip(xs, branches, rows, strict=True)
+        ]
+        branches = [self.mlp(self.norm2(x[some])) for x, some in zip(xs, rows, strict=True)]
+        return [
+            torch.index_add(source=f, index=some, input=x, dim=0) for x, f, some in zip(xs, branches, rows, strict=True)
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run([x])[0]
+
+
 @pytest.mark.parametrize(
     ("key", "block"),
     one_in(
         3,
         [
+            *((key, ByKeyword) for key in ("ancre-ingoing", "hc-dynamic", "muddformer")),
             *((key, Scattered) for key in ("ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2")),
             *((key, OnAPart) for key in ("ancre-ingoing", "denseformer-2x2", "hc-static", "hc-dynamic", "frac-hc")),
             *((key, OnAPart) for key in ("muddformer", "dca", "attnres-qkv")),

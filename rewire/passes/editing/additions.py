@@ -70,9 +70,11 @@ def addition_in(node: ast.AST) -> Addition | None:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name.removesuffix("_") in _SCATTERED:
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
-        first = node.args[0] if of is None or getattr(of, "id", "") in ("torch", "F") else of
+        given = [k.value for k in node.keywords if k.arg == "input"] + node.args
+        first = given[0] if of is None or getattr(of, "id", "") in ("torch", "F") else of
         return Addition(node, first, node, scattered=True)
-    arguments = [*node.args, *(k.value for k in node.keywords if k.arg in ("input", "other"))]
+    named = {k.arg: k.value for k in node.keywords}
+    arguments = [*node.args, *(named[name] for name in ("input", "other") if name in named)]
     if name in ("add", "add_", "iadd", "__add__") and len(arguments) == 2:
         return Addition(node, arguments[0], arguments[1])
     if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(node.func, ast.Attribute):

@@ -31,17 +31,18 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
         if more == names:
             break
         names = more
-    return all(_harmless(node, parents, calls) for node in reads if node.id in names) and not any(
-        _read_at_once(call, parents, calls) for call in calls
+    return all(_harmless(text, node, calls) for node in reads if node.id in names) and not any(
+        _read_at_once(text, call, calls) for call in calls
     )
 
 
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
     """The last statement that calls blocks, and the variables in which it may leave a stream."""
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
+    nodes = [node for node in nodes if not _is_inside(text, node)]  # a nested function has variables of its own
     statements = _statements(text, nodes)
-    if not statements or isinstance(statements[-1], (ast.Return, ast.FunctionDef)):
-        return None  # the variables of a nested function are not in scope
+    if not statements or isinstance(statements[-1], ast.Return):
+        return None
     last = statements[-1]
     given = [arg for call in nodes for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
     names = {arg.id for arg in given if isinstance(arg, ast.Name)}
@@ -76,9 +77,10 @@ def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, t
 _KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
 
 
-def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
+def _harmless(text: Text, node: ast.Name, calls: Sequence[ast.Call]) -> bool:
     """Whether a variable, or an element of it, is only passed on where it is read."""
     read: ast.expr = node
+    parents = text.parents
     parent = parents[read]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         read, parent = parent, parents[parent]
@@ -87,7 +89,7 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     if _looped(node, parents):
         return True
     if isinstance(parent, ast.Call):
-        return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
+        return read is not parent.func and (_collects(parent) or any(_alike(text, parent, call) for call in calls))
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): collected streams become tensors when they are returned
@@ -95,8 +97,9 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     return _renamed(node, parents)
 
 
-def _read_at_once(call: ast.Call, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
+def _read_at_once(text: Text, call: ast.Call, calls: Sequence[ast.Call]) -> bool:
     """Whether a call's result is passed to another function than ``calls``, or one of its methods is called."""
+    parents = text.parents
     parent = parents[call]
     if isinstance(parent, (ast.keyword, ast.Starred)):
         parent = parents[parent]
@@ -104,7 +107,7 @@ def _read_at_once(call: ast.Call, parents: dict[ast.AST, ast.AST], calls: Sequen
         return parent.attr not in _FREE and isinstance(parents[parent], ast.Call)
     if not isinstance(parent, ast.Call) or parent.func is call or _collects(parent):
         return False
-    return not any(_alike(parent, each) for each in calls)
+    return not any(_alike(text, parent, each) for each in calls)
 
 
 def _collects(call: ast.Call) -> bool:
@@ -115,7 +118,7 @@ def _collects(call: ast.Call) -> bool:
 def calls_like(text: Text, call: ast.Call) -> list[ast.Call]:
     """The other calls of the same function on other paths: see `_alike`."""
     calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node is not call)
-    return [other for other in calls if _alike(other, call)]
+    return [other for other in calls if _alike(text, other, call)]
 
 
 def calls_around(text: Text, node: ast.AST) -> list[ast.Call]:
@@ -136,19 +139,61 @@ def _is_inside(text: Text, node: ast.AST) -> bool:
     return any(isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not text.tree for n in text.above(node))
 
 
-def _alike(one: ast.Call, other: ast.Call) -> bool:
+def _alike(text: Text, one: ast.Call, other: ast.Call) -> bool:
     """Whether two calls run the same function: ``block(x)`` and ``checkpoint(block, x, mask)``, or the reverse."""
     if ast.dump(one.func) == ast.dump(other.func):
         return [*map(ast.dump, one.args[:1])] == [*map(ast.dump, other.args[:1])]
-    return _is_given(one, other.func) or _is_given(other, one.func)
+    return _is_given(text, one, other.func) or _is_given(text, other, one.func)
 
 
-def _is_given(call: ast.Call, function: ast.expr) -> bool:
-    """Whether a function, or a method of it (``block.__call__``), is an argument of a call."""
+def _is_given(text: Text, call: ast.Call, function: ast.expr) -> bool:
+    """Whether a function, a method of it (``block.__call__``), or what wraps it is an argument of a call."""
     if len(call.args) + len(call.keywords) < 2:
         return False  # nothing is passed to the function
     given = [arg.value if isinstance(arg, ast.Attribute) and arg.attr == "__call__" else arg for arg in call.args]
-    return ast.dump(function) in [*map(ast.dump, given)]
+    known = ast.dump(function)
+    return known in [*map(ast.dump, given)] or (
+        _takes_the_place(text, call) and any(known in map(ast.dump, _wrapped(text, arg)) for arg in given)
+    )
+
+
+def _takes_the_place(text: Text, call: ast.Call) -> bool:
+    """Whether a call's result is returned, or assigned to a variable that the call was given: a block's result is."""
+    statement = text.statement(call)
+    if not isinstance(statement, ast.Return | ast.Assign) or statement.value is not call:
+        return False
+    given = {arg.id for arg in call.args if isinstance(arg, ast.Name)}
+    return isinstance(statement, ast.Return) or not given.isdisjoint(_targets(text, call))
+
+
+def _wrapped(text: Text, wrapper: ast.AST) -> Iterable[ast.AST]:
+    """What a wrapper may call: ``f`` of ``wrap(f)`` and of ``lambda x: f(x, mask)``, and of a name for one of these.
+
+    Activation checkpointing is written so: ``checkpoint(create_custom_forward(self._forward), x)``.
+    """
+    found: dict[ast.AST, None] = {}
+    todo = [wrapper]
+    while todo:
+        each = todo.pop()
+        inner: list[ast.AST] = []
+        if isinstance(each, ast.Call):
+            inner = [*each.args]
+        elif isinstance(each, (ast.Lambda, ast.FunctionDef)):
+            inner = [node.func for node in ast.walk(each) if isinstance(node, ast.Call)]
+        elif isinstance(each, ast.Name):
+            inner = [named for node in ast.walk(text.tree) for named in _named(node, each.id)]
+        todo += [node for node in inner if node not in found]
+        found |= dict.fromkeys(inner)
+    return found
+
+
+def _named(node: ast.AST, name: str) -> list[ast.AST]:
+    """What a statement gives a name to: a value, or a function that it defines."""
+    if isinstance(node, ast.FunctionDef) and node.name == name:
+        return [node]
+    if isinstance(node, ast.Assign) and name in {getattr(target, "id", "") for target in node.targets}:
+        return [node.value]
+    return []
 
 
 def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -284,20 +329,20 @@ def may_be_left_out(text: Text, call: ast.Call) -> bool:
     """Whether a function may skip a call. A loop whose only purpose is the call does not count."""
     for parent in text.above(call):
         skips = any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(parent))
-        if isinstance(parent, _IFS) and not _on_both_ways(parent, call):
+        if isinstance(parent, _IFS) and not _on_both_ways(text, parent, call):
             return True
         if isinstance(parent, _LOOPS) and (skips or _is_cut(parent)):
             return True
     return False
 
 
-def _on_both_ways(parent: ast.AST, call: ast.Call) -> bool:
+def _on_both_ways(text: Text, parent: ast.AST, call: ast.Call) -> bool:
     """Whether both ways of an ``if`` make the same call: ``checkpoint(block, x) if self.training else block(x)``."""
     ways = [getattr(parent, "body", None), getattr(parent, "orelse", None)]
     nodes = (
         [node for root in (way if isinstance(way, list) else [way]) if root for node in ast.walk(root)] for way in ways
     )
-    return all(any(isinstance(node, ast.Call) and _alike(node, call) for node in among) for among in nodes)
+    return all(any(isinstance(node, ast.Call) and _alike(text, node, call) for node in among) for among in nodes)
 
 
 def _is_cut(loop: ast.AST) -> bool:

@@ -52,6 +52,8 @@ _REFLECTED = {"radd", "rmul"}
 #: Functions that read the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 GUESSED = "it decides by the value of a tensor, which the meta device does not have: one way only was looked at"
+#: Where keyword arguments stand among an operation's inputs: ``torch.index_add(x, dim=0, source=f, index=rows)``.
+_KEYWORDS = {"input": 0, "source": 2, "src": 2, "values": 2}
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 #: Functions that allocate memory. In an autograd function kernels fill it, and no operation shows how.
 _MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"}
@@ -167,6 +169,8 @@ class Recorder(TorchFunctionMode):
             self._look_for(tensor, scope)
         self.unseen = self.unseen or self._unseen(given, place)
         read = given[:1] if name.endswith("_as") else given  # the second operand only gives the size or dtype
+        order = {id(kwargs[key]): place for key, place in _KEYWORDS.items() if key in kwargs}
+        read = sorted(read, key=lambda tensor: order.get(id(tensor), 1))
         inputs = [self._op(tensor) for tensor in read]
         weights = sum(_is_weight(op, t) for op, t in zip(inputs, read, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
