@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rewire.kernels.kernel import Launch, noted
-from rewire.mixes.again import units_left
+from rewire.mixes.again import UnitsLeft
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -118,7 +118,7 @@ def run(topology: Topology[Any], weights: Any, dims: Dims, x: Tensor) -> Tensor:
         value, states = topology.read(states, weights, t)
         seen = (value.q, value.k, value.v, value.residual) if isinstance(value, QKVInputs) else (materialize(value),)
         seen = tuple({id(x): x for x in seen}.values())  # what a block reads twice it does in the plain model, too
-        with units_left(dims.depth - t):
+        with UnitsLeft(dims.depth - t):
             states = topology.write(states, weights, t, Branch.apply(*seen))
     return topology.finish(states, weights, dims)
 

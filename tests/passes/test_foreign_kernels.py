@@ -150,6 +150,34 @@ def test_it_is_what_operations_make_of_it(
     assert "not validated" not in caplog.text
 
 
+@torch.jit.script
+def scripted_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    x = x + bias
+    return 0.5 * x * (1.0 + torch.tanh(0.79788456 * x * (1.0 + 0.044715 * x * x)))
+
+
+class ScriptedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(scripted_gelu(self.up(x), self.up.bias))
+
+
+class ScriptedBlock(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = ScriptedMlp()  # type: ignore[assignment]
+
+
+def test_branches_that_torchscript_computes() -> None:
+    """Their adds were left out, and nothing said so."""
+    rewired = rewire.compile(net(ScriptedBlock), ANCRE, example_inputs=(vectors(),))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 6
+
+
 class AddAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

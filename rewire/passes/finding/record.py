@@ -165,9 +165,9 @@ class Recorder(TorchFunctionMode):
                 self.hooked[self.known[id(args[0])]] = self.frames.caller(self.stack, sys._getframe(1))[1]
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
+        self.unseen = self.unseen or self._unseen(given, place)
         for tensor in given:
             self._look_for(tensor, scope)
-        self.unseen = self.unseen or self._unseen(given, place)
         read = given[:1] if name.endswith("_as") else given  # the second operand only gives the size or dtype
         order = {id(kwargs[key]): place for key, place in _KEYWORDS.items() if key in kwargs}
         read = sorted(read, key=lambda tensor: order.get(id(tensor), 1))
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _look_for(self, tensor: Tensor, scope: Scope) -> None:
-        """Register a tensor, passed to a call, that an autograd function made without visible operations."""
+        """Register a tensor, passed to a call, that an autograd function or TorchScript made out of sight."""
         if id(tensor) in self.weights or isinstance(tensor, nn.Parameter):
             return
         op = self.known.get(id(tensor))
@@ -255,9 +255,9 @@ class Recorder(TorchFunctionMode):
         return any(not s.constant and self.made[s.index].is_floating_point() for s in given - inside)
 
     def _behind(self, tensor: Tensor) -> list[Op]:
-        """The inputs of the autograd function that made a tensor, found through its gradient's node."""
+        """The inputs of the autograd function or scripted code that made a tensor, found through its gradient's node."""
         node: Any = gradient_of(tensor)
-        if not isinstance(node, BackwardCFunction):
+        if node is None:
             return []
         made = {gradient_of(t): self.known[id(t)] for t in self.made}
         made.pop(None, None)
@@ -275,6 +275,7 @@ class Recorder(TorchFunctionMode):
     def _unseen(self, given: Sequence[Tensor], place: Place | None) -> str:
         """Why tensors that nothing here made are a sign of unseen code, with the place that reads them; else empty."""
         unknown = [tensor for tensor in given if id(tensor) not in self.known and id(tensor) not in self.weights]
+        unknown = [tensor for tensor in unknown if not isinstance(gradient_of(tensor), BackwardCFunction)]
         if not unknown:
             return ""
         where, written = written_at(place)
