@@ -38,10 +38,7 @@ _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "drop
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why a sum inside an autograd function's kernel is no residual add.
-FUSED = (
-    "a kernel adds, or TorchScript, which show no operations: switch the fused add and norm off, so that the model itself "
-    "adds"
-)
+FUSED = "a kernel adds, or TorchScript, out of sight: switch the fused add and norm off, so that the model itself adds"
 #: Why a visible sum inside an autograd function is no residual add.
 INSIDE = f"stands inside a torch.autograd.Function, which no stream can pass: {ADD_OUTSIDE}"
 #: Why other operations on a state and a branch are no residual adds.

@@ -255,7 +255,7 @@ class Recorder(TorchFunctionMode):
         return any(not s.constant and self.made[s.index].is_floating_point() for s in given - inside)
 
     def _behind(self, tensor: Tensor) -> list[Op]:
-        """The inputs of the autograd function or scripted code that made a tensor, found through its gradient's node."""
+        """The inputs of the autograd function or TorchScript that made a tensor, found through its gradient's node."""
         node: Any = gradient_of(tensor)
         if node is None:
             return []
