@@ -43,7 +43,7 @@ MORE = {
     "ancre-cascaded": (-13.8, 0.0),
     "denseformer": (-12.9, 1.0),
     "x0-lambdas": (-13.8, 0.0),
-    "unet": (-13.8, 0.0),
+    "unet": (-6.9, 0.0),
     "fixed-scale": (-13.8, 0.0),
     "rezero": (-12.1, 2.0),
     "skipinit": (-12.1, 2.0),
