@@ -21,8 +21,7 @@ from rewire.mixes.history import Free, History, Row
 from rewire.mixes.mix import _by_autograd, mix
 from rewire.mixes.tokens import _Project, _ProjectNormed, at_least_zero, outside_autocast, project
 
-#: Nothing has to be told how many units are left.
-UnitsLeft = contextlib.nullcontext
+UnitsLeft = contextlib.nullcontext  # nothing is recomputed here
 
 
 class Watched(nn.Module):

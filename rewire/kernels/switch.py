@@ -24,7 +24,7 @@ def uses_kernels(x: Tensor) -> bool:
 
     False in an exported program, which has to run without rewire.
     """
-    noted = kernel.threads_noting > 0 and kernel.noting()
+    noted = kernel.threads_noting > 0 and kernel.noting()  # every sum asks: mostly without the call
     here = ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or noted)
     return here and x.dtype in DTYPES and not torch.compiler.is_exporting()
 

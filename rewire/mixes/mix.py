@@ -62,8 +62,8 @@ def pending_mix(
             f"mix needs one weight per source, got {len(sources)} sources, {len(factors)} weights and "
             f"{len(scores)} scores."
         )
-    if isinstance(weights, (list, tuple)) and len({getattr(w, "shape", None) for w in factors}) == 1:
-        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights
+    if not isinstance(weights, Tensor) and len({getattr(w, "shape", None) for w in factors}) == 1:
+        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights  # type: ignore[arg-type]
     return Mix(tuple(sources), weights, tuple(scores), tuple(added))
 
 

@@ -449,8 +449,7 @@ class Depth:
             )
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
-        if alpha != 1:
-            branches = _scaled(branches, alpha)
+        branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)

@@ -226,9 +226,12 @@ class Stream(TensorLike):
         if isinstance(held, Unsummed):
             return self._merge(layout.sites[self.position - 1], held.branches), self.states
         if isinstance(held, Reading):
-            # A sum inside a unit is recomputed if the unit keeps its branch outputs for backward anyway.
-            again = hasattr(getattr(layout.recurrence, "merge", None), "repeatable")
-            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts, again=again), self.states
+            if len(held.parts) == 1:
+                return held.parts[0], self.states
+            again = hasattr(
+                getattr(layout.topology, "merge", None), "repeatable"
+            )  # then branch outputs are kept anyway
+            return Mix(added=held.parts, again=again), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.sites[self.position].unit)
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")

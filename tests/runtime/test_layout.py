@@ -6,14 +6,29 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.runtime.layout import Layout
-from rewire.topologies import Residual
-from rewire.topologies.base import Dims
+from rewire.topologies import ANCRe, DenseFormer, Residual
+from rewire.topologies.base import Dims, Topology
 
 
-def test_layout_opens_and_closes_units() -> None:
-    layout = Layout("trunk", Residual(), (1, 2, 2, 3))
-    assert layout.dims == Dims(3)
+def test_sites_of_units() -> None:
+    layout = Layout("trunk", Residual(), (1, 2, 2, 3), attention=(2, 3), posts=(1, 2))
+    assert layout.dims == Dims(3, attention=frozenset({2, 3}))
+    assert [site.unit for site in layout.sites] == [1, 2, 2, 3]
+    assert [site.left for site in layout.sites] == [2, 1, 1, 0]
     assert [site.closes for site in layout.sites] == [True, False, True, True]
+    assert [site.reads_qkv for site in layout.sites] == [False, True, False, True]
+    assert [(site.post, site.makes_state) for site in layout.sites[1:]] == [(True, False), (True, True), (False, False)]
+
+
+def test_norms_that_are_computed_again() -> None:
+    """Those of units that read mixes, not those of states that the model keeps anyway."""
+
+    def units(topology: Topology) -> list[int]:
+        return [site.unit for site in Layout("trunk", topology, (1, 2, 3, 4)).sites if site.norm_again]
+
+    assert units(Residual()) == units(ANCRe()) == []
+    assert units(DenseFormer()) == [1, 2, 3, 4]
+    assert units(DenseFormer(units=[3], sources=[0])) == [3]
 
 
 class Picture(nn.Module):

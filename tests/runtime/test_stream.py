@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.runtime.layout import Layout
+from rewire.runtime.live import Live
 from rewire.runtime.stream import Reading, Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
@@ -176,6 +177,24 @@ def test_width_mismatch(units: tuple[int, ...]) -> None:
     stream = open_stream(ANCRe(), torch.randn(3, 8), units).write(torch.randn(3, 8))
     with pytest.raises(WidthMismatch, match=r"decoder.layers.*residual add 1.*\(3, 4\).*\(3, 8\)"):
         stream.write(torch.randn(3, 8), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("posts", [(), (0,)])
+def test_copies_of_a_sum_that_has_a_post_may_be_written_to(posts: tuple[int, ...]) -> None:
+    layout = Layout("decoder.layers", ANCRe("none"), (1, 2), posts=posts)
+    weights = layout.topology.weights(layout.topology.parameters(layout.dims, "preserve"), layout.dims)
+    live = Live(Stream.begin(torch.randn(3, 8), weights, layout).write(torch.randn(3, 8)), None)
+    copy = live.read().clone()
+    live.also(copy)
+    assert not live.overwritten
+    copy.mul_(2)
+    assert live.overwritten is not bool(posts)
+
+
+def test_what_is_read_is_not_replaced_by_another_shape() -> None:
+    _, replaced = open_stream(DenseFormer(), torch.randn(3, 8), (1, 2)).write(torch.randn(3, 8)).shown()
+    with pytest.raises(WidthMismatch, match=r"residual add 1.*\(3, 4\).*\(3, 8\)"):
+        replaced(torch.randn(3, 4))
 
 
 def test_a_stream_is_a_value() -> None:

@@ -9,13 +9,19 @@ import torch
 from mixing import llama
 
 import rewire
+from rewire.kernels.cpu import plain
 
 NAMES = ["ancre-ingoing", "attnres", "denseformer", "grn-v3", "hc-dynamic", "hc-static", "mhc", "muddformer"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_token_without_gradients_is_as_with_them(name: str, dtype: torch.dtype) -> None:
+def test_a_token_without_gradients_is_as_with_them(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        plain, "WORTHWHILE", 1 << 18
+    )  # as for users: with 0, other tests' value, a token goes their way
     torch.manual_seed(0)
     model = rewire.compile(copy.deepcopy(llama()), name, start="paper", validate=False).eval()
     for connection in rewire.connections(model).values():
