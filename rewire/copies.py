@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
@@ -28,6 +29,7 @@ from rewire.torch_internals import (
     pytree,
     same_memory,
     writes_to_argument,
+    written_by,
 )
 
 P = ParamSpec("P")
@@ -80,7 +82,7 @@ def private(model: M, device: str | None = None) -> M:
     """A copy that can be run without any effect on ``model``.
 
     Its parameters are new leaves that share memory with the model's: gradients stay with the copy. Buffers are copied,
-    and parameters to which the model's own ``train`` and ``eval`` write.
+    and parameters to which the model's own ``train`` and ``eval`` write, or its forward (see `Writes`).
 
     Args:
         model: a module.
@@ -94,9 +96,11 @@ def private(model: M, device: str | None = None) -> M:
         memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     for parameter in _parameters_in(modules):
         if _is_special(parameter) and device is None:
-            memo[id(parameter)] = copy.deepcopy(parameter) if id(parameter) in changed else _same_kind(parameter)
+            changes = id(parameter) in changed or is_written(parameter)
+            memo[id(parameter)] = copy.deepcopy(parameter) if changes else _same_kind(parameter)
             continue
-        value = parameter.detach().clone() if id(parameter) in changed else parameter.detach()
+        changes = id(parameter) in changed or is_written(parameter)
+        value = parameter.detach().clone() if changes and device is None else parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
     return _copied(model, modules, memo)
@@ -106,29 +110,73 @@ def _changed_by_modes(model: nn.Module, modules: Sequence[nn.Module]) -> set[int
     """Ids of parameters to which ``train`` and ``eval`` write: loralib merges low-rank matrices into weights so."""
     if all(type(module).train is nn.Module.train for module in modules):
         return set()
-    probe, writes = private(model, "meta"), _Writes()
+    probe = private(model, "meta")
     try:
-        with writes:
+        with Writes(probe) as writes:
             for mode in (True, False, True):
                 probe.train(mode)
-        pairs = zip(_parameters_in(modules), _parameters_in([*probe.modules()]), strict=True)
-        return {id(parameter) for parameter, twin in pairs if memory_of(twin) in writes.memory}
     except Exception:  # it reads values, or has none that are known: any may change
         return {*map(id, _parameters_in(modules))}
+    return {*map(id, writes.seen_in(model))}
 
 
-class _Writes(TorchDispatchMode):
-    """Notes which memory is written to, and leaves it as it is."""
+#: Parameters to which their model's forward writes, as some that normalise their weights do.
+_WRITTEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def __init__(self) -> None:
+
+def is_written(parameter: Tensor) -> bool:
+    """Whether a run of a copy has shown that the parameter's model writes to it."""
+    return parameter in _WRITTEN
+
+
+@contextlib.contextmanager
+def noting_writes(model: nn.Module, copied: nn.Module) -> Iterator[None]:
+    """A context for a run of a private copy: if it writes to parameters, later copies of ``model`` have their own."""
+    writes = Writes(copied)
+    try:
+        with writes:
+            yield
+    finally:
+        _WRITTEN.update((parameter, None) for parameter in writes.seen_in(model))
+
+
+class Writes(TorchDispatchMode):
+    """Notes which parameters of a private copy are written to, and before that gives them memory of their own."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, copied: nn.Module) -> None:
         super().__init__()
-        self.memory = set[int]()
+        self._seen, self._parameters = set[int](), _parameters_in([*copied.modules()])
+        self._of: dict[int, list[nn.Parameter]] = {}
+        self._own: dict[int, torch.UntypedStorage] = {}
+        for parameter in self._parameters:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # it has no storage
+                self._of.setdefault(memory_of(parameter), []).append(parameter)
+
+    def seen_in(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters of the copied model whose copies were written to."""
+        pairs = zip(_parameters_in([*model.modules()]), self._parameters, strict=True)
+        return [parameter for parameter, copied in pairs if id(copied) in self._seen]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not writes_to_argument(func):
-            return func(*args, **kwargs or {})
-        self.memory.add(memory_of(args[0]))
-        return args[0]
+        kwargs = kwargs or {}
+        for tensor in written_by(func, args, kwargs):
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                self._separate(tensor, memory_of(tensor))
+        with torch._C.DisableTorchFunction():  # operations of hidden code would be recorded as made here
+            return func(*args, **kwargs)
+
+    def _separate(self, written: Tensor, memory: int) -> None:
+        """Let a tensor that is about to be written to, and all parameters around its memory, have a copy of that."""
+        parameters = self._of.get(memory, [])
+        self._seen |= {*map(id, parameters)}
+        if parameters and not written.is_meta and type(written).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            own = self._own.setdefault(memory, written.untyped_storage().clone())
+            for tensor in (written, *parameters):
+                if memory_of(tensor) == memory:
+                    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                    tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _is_special(parameter: nn.Parameter) -> bool:

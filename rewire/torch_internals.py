@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,16 @@ def is_fake(value: Any) -> bool:
 def writes_to_argument(operator: Any) -> bool:
     """Whether the schema of an operator (``torch.ops.aten..``) says that it writes to one of its arguments."""
     return operator._schema.is_mutable
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors to which a call of an operator writes, by its schema; none of a higher-order operator's."""
+    if not getattr(getattr(operator, "_schema", None), "is_mutable", False):
+        return []
+    written = [each for each in operator._schema.arguments if each.alias_info and each.alias_info.is_write]
+    named = dict(zip((each.name for each in operator._schema.arguments), args, strict=False)) | {**kwargs}
+    values = [named.get(each.name) for each in written]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 # Looked up once: every sum calls these.

@@ -124,6 +124,61 @@ def test_modules_that_write_to_weights_when_the_mode_changes(reads: bool) -> Non
     assert made[0].norm.weight.data_ptr() == model[0].norm.weight.data_ptr() or reads
 
 
+class WritesToItsWeight(nn.Linear):
+    """Normalises its weight whenever it runs in training mode, in one of the ways that models have."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            norms = self.weight.detach().norm(dim=1, keepdim=True)
+            with torch.no_grad():
+                if self.how == "copy_":
+                    self.weight.copy_(self.weight / norms)
+                elif self.how == "data":
+                    self.weight.data.div_(norms)
+                elif self.how == "rows":
+                    self.weight[1:] /= norms[1:]
+                elif self.how == "later":
+                    rows = self.weight.view(8, 8)
+                    self.weight.div_(norms)
+                    rows.mul_(2)
+                elif self.how == "out":
+                    torch.div(self.weight, norms, out=self.weight)
+                elif self.how == "foreach":
+                    torch._foreach_div_([self.weight], [norms])
+        return super().forward(x)
+
+
+class WritingBlock(nn.Module):
+    def __init__(self, how: str, reads: bool) -> None:
+        super().__init__()
+        self.norm, self.layer, self.reads = nn.LayerNorm(8), WritesToItsWeight(how), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and float(x.detach().sum()) > 1e9:  # so that runs on the meta device do not tell
+            x = 2 * x
+        return x + self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("how", ["copy_", "data", "rows", "later", "out", "foreach"])
+def test_weights_to_which_a_forward_writes_stay_as_they_are(how: str, reads: bool) -> None:
+    """Copies share memory with the model: the check of the rewrite, in training mode, normalised the user's weights."""
+    model = nn.Sequential(*(WritingBlock(how, reads) for _ in range(3))).eval()
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(4, 8)
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+    rewire.diagnose(rewired, (x,))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    want, got = copy.deepcopy(model).train(), copy.deepcopy(rewired).train()
+    torch.testing.assert_close(got(x), want(x))
+    for name, value in want.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], value)
+        assert torch.equal(value, before[name]) == (not name.endswith("layer.weight"))
+
+
 def test_a_shared_copy_has_the_same_tensors() -> None:
     model = Counting()
     made = shared(model)

@@ -5,9 +5,9 @@
 Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
 the best of SETTINGS, which go on where the best was at an edge. The others have the one that is best for them, on one
 seed, of the plain model's best for five factors on the embeddings, and then the best of three rates of their
-connections, or more if the highest is the best; with that setting, the plain model is run, too. Those that are below
-the plain model on each seed get controls: weights frozen where another run's ended, and the plain model trained for the
-same time. Results are written after each part; called again, the script goes on. So it does from the results of others
+connections, or more if the highest is the best; with that setting, the plain model is run, too. Those whose gain has an
+interval above zero get controls: weights frozen where another run's ended, and the plain model trained for the same
+time. Results are written after each part; called again, the script goes on. So it does from the results of others
 with `--known`, the file that they were written to: runs that it holds are not made again.
 """
 
@@ -29,6 +29,7 @@ from rewire.diagnostics.moves import Moves
 from rewire.studies import training
 from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.page import draw
+from rewire.studies.paired import difference
 from rewire.studies.report import Row, Study
 from rewire.studies.run import SEARCHED, length_in_time_of
 from rewire.studies.runs import Kept, Runs, open_storage
@@ -118,7 +119,7 @@ def main() -> None:
         if all(other.setting != of_plain for other in rows if other.contender == PLAIN):  # is it the setting alone?
             rows.append(row(f"residual, the setting of {name}", PLAIN, of_plain, []))
         _write(rows, about, storage, given.out)
-        if all(run.loss < plain.loss for run, plain in zip(rows[at].results, rows[0].results, strict=True)):
+        if difference(rows[0].losses, rows[at].losses).low > 0:
             rows[at] = controlled(rows[at])
             _write(rows, about, storage, given.out)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 from rewire.code.functions import define
 from rewire.code.text import written_at
 from rewire.console import progress
-from rewire.copies import own_inputs, private, seeded
+from rewire.copies import noting_writes, own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
@@ -221,7 +222,8 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
                 define(module, forwards[type(module)])
         try:
             looked_at.train(training)
-            with seeded(0, looked_at), torch.enable_grad():
+            noting = noting_writes(prepared.model, looked_at)
+            with seeded(0, looked_at), torch.enable_grad(), _unfrozen(looked_at), noting:
                 flow = record(looked_at, own_inputs(prepared.inputs, device))
         except RewireError:
             raise
@@ -260,6 +262,20 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     for trunk in found.trunks.values():
         found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(flows, trunk)]
     return found
+
+
+@contextlib.contextmanager
+def _unfrozen(model: nn.Module) -> Iterator[None]:
+    """A context in which all weights require gradients, which show what code whose operations are hidden has read."""
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    differentiable = [weight for weight in frozen if weight.is_floating_point() or weight.is_complex()]
+    for weight in differentiable:
+        weight.requires_grad_()
+    try:
+        yield
+    finally:
+        for weight in differentiable:
+            weight.requires_grad_(False)
 
 
 def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:

@@ -171,9 +171,12 @@ class ScriptedBlock(PreNorm):
         self.mlp = ScriptedMlp()  # type: ignore[assignment]
 
 
-def test_branches_that_torchscript_computes() -> None:
-    """Their adds were left out, and nothing said so."""
-    rewired = rewire.compile(net(ScriptedBlock), ANCRE, example_inputs=(vectors(),))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_branches_that_torchscript_computes(frozen: bool) -> None:
+    """Their adds were left out, and nothing said so. Gradients show what they read, those of frozen weights, too."""
+    model = net(ScriptedBlock).requires_grad_(not frozen)
+    rewired = rewire.compile(model, ANCRE, example_inputs=(vectors(),))
+    assert any(p.requires_grad for p in model.parameters()) == (not frozen)
     (connection,) = rewire.connections(rewired).values()
     assert len(connection.layout.units) == 6
 
