@@ -170,13 +170,24 @@ def test_weights_to_which_a_forward_writes_stay_as_they_are(how: str, reads: boo
     model = nn.Sequential(*(WritingBlock(how, reads) for _ in range(3))).eval()
     before, x = copy.deepcopy(model.state_dict()), torch.randn(4, 8)
     rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
-    rewire.diagnose(rewired, (x,))
+    rewire.diagnose(rewired, (x,), evaluate=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     want, got = copy.deepcopy(model).train(), copy.deepcopy(rewired).train()
     torch.testing.assert_close(got(x), want(x))
     for name, value in want.state_dict().items():
         torch.testing.assert_close(got.state_dict()[name], value)
         assert torch.equal(value, before[name]) == (not name.endswith("layer.weight"))
+
+
+def test_what_no_run_has_shown_is_not_written_either() -> None:
+    """A rewrite that was made from a trace, and not validated, is diagnosed in training mode."""
+    model = nn.Sequential(*(WritingBlock("copy_", reads=False) for _ in range(3)))
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(4, 8)
+    rewired = rewire.compile(model, "ancre-ingoing", validate=False)
+    rewire.diagnose(rewired, (x,), evaluate=False)
+    rewire.ablate(rewired.train(), [(x,)], loss=lambda net, batch: net(*batch).square().mean())
+    rewire.graph(rewired, (x,))
+    assert all(torch.equal(value, before[name]) for name, value in rewired.state_dict().items() if name in before)
 
 
 def test_a_shared_copy_has_the_same_tensors() -> None:

@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=2, help="of those that are compared")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
+    parser.add_argument("--controls", nargs="*", choices=("end", "time"), default=("end", "time"))
     parser.add_argument("--known", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -90,10 +91,11 @@ def main() -> None:
     def controlled(row: Row) -> Row:
         assert row.setting and row.cost
         trials, donor = [Trial(row.setting, seed) for seed in compared], Trial(row.setting, SEARCHED[0])
-        ended = runs.control(row.contender, "end", trials, donor)
+        ended = runs.control(row.contender, "end", trials, donor) if "end" in given.controls else None
         length = length_in_time_of(row.cost)
-        longer = runs.results(PLAIN, [Trial(setting, seed, length) for seed in compared])
-        return dataclasses.replace(row, controls={"end": ended} if ended else {}, longer=longer)
+        longer = [Trial(setting, seed, length) for seed in compared if "time" in given.controls]
+        controls = {"end": ended} if ended else {}
+        return dataclasses.replace(row, controls=controls, longer=runs.results(PLAIN, longer))
 
     first = tried(PLAIN, SETTINGS, SEARCHED[:1])
     first.sort(key=lambda run: run.loss)

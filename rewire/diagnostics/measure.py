@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from rewire.console import Shown, progress, table
-from rewire.copies import Inputs, seeded, uncompiled
+from rewire.copies import Inputs, Writes, seeded, uncompiled
 from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own
 from rewire.diagnostics.signals import (
     BlockSignals,
@@ -120,7 +120,7 @@ def diagnose(
         copy.eval()
     about = f"diagnosing {type(model).__name__}"
     # Eager: what is recorded inside a compiled graph would have no gradient from the graph's output.
-    with torch.enable_grad(), seeded(seed, copy), uncompiled(), progress(about):
+    with torch.enable_grad(), seeded(seed, copy), uncompiled(), Writes(copy), progress(about):
         value = _loss(called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
         if not reached:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rewire.attributes import REGISTERED_NAME
-from rewire.copies import private, seeded, uncompiled
+from rewire.copies import Writes, private, seeded, uncompiled
 from rewire.diagnostics.observing import called, inputs_of
 from rewire.diagnostics.outline import Outline
 from rewire.diagnostics.signals import precise
@@ -92,8 +92,8 @@ def running_copy(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def plain_runs(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """A context for forwards by plain torch operations, with random numbers of their own."""
-    with seeded(seed, model), uncompiled(), plainly():
+    """A context for forwards of a private copy by plain torch operations, with random numbers of their own."""
+    with seeded(seed, model), uncompiled(), plainly(), Writes(model):
         yield
 
 
