@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rewire
+from rewire import copies
 from rewire.copies import private, shared, uncompiled
+from rewire.patterns.tiny import tiny_model
 
 
 class Counting(nn.Module):
@@ -122,6 +124,13 @@ def test_modules_that_write_to_weights_when_the_mode_changes(reads: bool) -> Non
     torch.testing.assert_close(rewired.eval()(x), expected)
     made = private(model)
     assert made[0].norm.weight.data_ptr() == model[0].norm.weight.data_ptr() or reads
+
+
+def test_modules_whose_train_sets_flags_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_Writes", None)
+    private(tiny_model("llama"))
+    with pytest.raises(TypeError):
+        private(MergesInEvaluation(8))
 
 
 def test_a_shared_copy_has_the_same_tensors() -> None:
