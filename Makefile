@@ -34,10 +34,10 @@ notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
 	cd $$(mktemp -d) && $(CURDIR)/$(DEV)/bin/jupyter execute --NotebookClient.record_timing=False --inplace $(CURDIR)/examples/tour.ipynb
 
 test: env  ## run the tests
-	$(DEV)/bin/pytest -n $(JOBS)
+	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal
 
 slow: env  ## run the tests that take long: kernels in Triton's interpreter, compiled and distributed models
-	$(DEV)/bin/pytest -n $(JOBS) -m slow
+	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal -m slow
 
 lint: env  ## check style and types
 	$(DEV)/bin/ruff check

@@ -42,6 +42,9 @@ Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 #: Types whose values need not be copied.
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
+#: Modules whose ``train`` writes to no parameter: that of nn.Module, and that of transformers' models.
+_SET_FLAGS = frozenset({"torch.nn.modules.module", "transformers.modeling_utils"})
+
 #: Only one thread at a time may draw: torch's random state is shared by all threads.
 _ONE_AT_A_TIME = threading.RLock()
 #: torch.compile's switch is shared, too: when the last thread that runs models uncompiled ends, the stack restores it.
@@ -108,7 +111,7 @@ def private(model: M, device: str | None = None) -> M:
 
 def _changed_by_modes(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
     """Ids of parameters to which ``train`` and ``eval`` write: loralib merges low-rank matrices into weights so."""
-    if all(type(module).train is nn.Module.train for module in modules):
+    if all(getattr(type(module).train, "__module__", "") in _SET_FLAGS for module in modules):
         return set()
     probe = private(model, "meta")
     try:

@@ -12,17 +12,22 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
 
 import pytest
-import torch
-import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
 from interpreter import INTERPRETED
 
-from rewire.kernels.cpu import native, plain
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers share the cores
+def pytest_configure(config: pytest.Config) -> None:
+    """What all tests need; the process that hands them out to workers needs none of it, and they wait for it."""
+    works = "PYTEST_XDIST_WORKER" in os.environ
+    if not works and config.getoption("numprocesses", None):
+        return
+    import torch
+    import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
 
+    from rewire.kernels.cpu import plain
 
-plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large ones
+    plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large ones
+    if works:
+        torch.set_num_threads(1)  # the workers share the cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what is slow
@@ -52,11 +57,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loops_compiled() -> None:
     """What `native.loaded` finds is kept: a test that has switched kernels off must not be the first that asks."""
+    from rewire.kernels.cpu import native
+
     native.loaded()
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -68,7 +77,7 @@ def compilations_forgotten() -> Iterator[None]:
     """
     yield
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        sys.modules["torch"].compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +116,15 @@ ROOMS = {
         "version.py",
     ),
 }
+
+
+def test_libraries_are_imported_late(tmp_path: Path) -> None:
+    """Those of models by whoever uses them, and matplotlib by a plot, without pyplot, which keeps figures."""
+    program = (
+        "import sys, torch, rewire.plotting\n"
+        "libraries = {'transformers', 'timm', 'diffusers', 'torchvision', 'matplotlib'}\n"
+        "assert not libraries & set(sys.modules)\n"
+        f"rewire.plotting.plot_arcs({{'t': torch.eye(3)}}, {str(tmp_path / 'x.png')!r})\n"
+        "assert libraries & set(sys.modules) == {'matplotlib'} and 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT.parent)

@@ -35,12 +35,15 @@ WRONG = (
 SAID = (rewire.RewireError, TypeError, ValueError, OSError)
 #: Others build their arguments' classes, or take time (a study), or need ranks.
 LEFT_OUT = {"study", "parallelize"}
+#: Of all, `eject` alone takes long: it ejects a model for each value of a flag.
 FUNCTIONS = sorted(
     name for name in rewire.__all__ if inspect.isfunction(getattr(rewire, name)) and name not in LEFT_OUT
 )
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "eject" else ()) for name in FUNCTIONS]
+)
 def test_arguments_of_other_types(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some are names of files
     plain = written_net()

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from models import PreNorm, Stack, vectors
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_notebook
 
 import rewire
 from rewire import console
@@ -156,6 +154,9 @@ def test_a_bar_starts_late_and_stops_for_errors(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_in_a_notebook_a_bar_leaves_what_others_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ipywidgets, and with them: in rich's way some of the lines would go where the bar goes."""
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
     monkeypatch.setenv("PYTHONPATH", HERE["PYTHONPATH"])
     code = (
         "import time\n"

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rewire
+from rewire import copies
 from rewire.copies import private, shared, uncompiled
+from rewire.patterns.tiny import tiny_model
 
 
 class Counting(nn.Module):
@@ -188,6 +190,13 @@ def test_what_no_run_has_shown_is_not_written_either() -> None:
     rewire.ablate(rewired.train(), [(x,)], loss=lambda net, batch: net(*batch).square().mean())
     rewire.graph(rewired, (x,))
     assert all(torch.equal(value, before[name]) for name, value in rewired.state_dict().items() if name in before)
+
+
+def test_modules_whose_train_sets_flags_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "Writes", None)
+    private(tiny_model("llama"))
+    with pytest.raises(TypeError):
+        private(MergesInEvaluation(8))
 
 
 def test_a_shared_copy_has_the_same_tensors() -> None:

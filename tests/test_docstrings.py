@@ -20,6 +20,9 @@ PUBLIC = [
     if not (isinstance(value := getattr(rewire, name), type) and issubclass(value, Exception))
 ]
 
+#: Those whose examples take long: they compile kernels, and train models.
+LONG = {"precompile", "study"}
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -31,7 +34,9 @@ class Net(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in PUBLIC]
+)
 def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, x = Net().eval(), torch.randn(2, 5, 32)

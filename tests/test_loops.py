@@ -273,6 +273,7 @@ def units(rewired: nn.Module) -> dict[str, int]:
     return {name: len(connection.layout.units) for name, connection in rewire.connections(rewired).items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(("cls", "no_grad"), [(Raven, 0), (Summed, 2)])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_state_that_is_made_anew_runs_any_number_of_passes(cls: Any, topology: str, no_grad: int) -> None:

@@ -14,7 +14,7 @@ def run(tmp_path: Path, *scenarios: str) -> None:
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    run(tmp_path, "sequence", "sharded_connections")
+    run(tmp_path, "sequence")
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_topology_and_of_sharding(tmp_path: Path) -> None:
-    run(tmp_path, "every_kind", "shards_of_different_sizes", "replicated", "with_fsdp")
+    run(tmp_path, "every_kind", "shards_of_different_sizes", "replicated", "with_fsdp", "sharded_connections")
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ assert "enter(" in rewire.source(model, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("masked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "masked"])
 def test_save_and_load_in_another_process(tmp_path: Path, kind: str) -> None:
     made: dict[str, Any] = {
         "llama": (llama, ids(), "model.layers", "model.layers.0"),

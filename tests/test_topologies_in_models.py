@@ -25,6 +25,7 @@ from every_topology import (
 )
 from mixing import all_gradients, nodes_behind
 from models import LinearNet, PreNorm, Stack, token_ids, vectors
+from slow_cases import one_in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,7 +76,7 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
                 ("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")
             ),  # q, k and v in one weight
         ],
-        few=["gpt_neox", "t5"],
+        few=["gpt_neox", "t5", "gpt2"],
     ),
 )
 def test_starts_as_the_original(model_type: str, key: str) -> None:
@@ -94,6 +95,7 @@ def test_those_that_cannot_say_so(key: str) -> None:
     compiled(llama(), key, start="paper")  # validated with plain connections in the same rewrite
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", ["dca", "muddformer", "hc-dynamic", "layerscale"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_the_paper_s_start_is_validated_with_plain_connections(model_type: str, key: str) -> None:
@@ -409,9 +411,19 @@ class Pictures(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("block", [Windows, Pictures])
-@pytest.mark.parametrize("views", ["reshaped", "turned", "indexed"])
-@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
+VIEWS = [(views, block) for block in (Windows, Pictures) for views in ("reshaped", "turned", "indexed")]
+FIRST = [(key, VIEWS[0]) for key in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("key", "views", "block"),
+    [
+        pytest.param(key, *way, marks=() if key == "muddformer" or (key, way) in FIRST else pytest.mark.slow)
+        for key in LEARNED
+        if key not in WITH_ATTENTION
+        for way in VIEWS
+    ],
+)
 def test_other_dimensions_between_adds(key: str, views: str, block: type[nn.Module]) -> None:
     """Weights and scores of tokens go along: the network without the views is the same one."""
     x, found = torch.linspace(-2, 2, 2 * 3 * 5 * 8).sin().view(2, 3, 5, 8), []
@@ -530,7 +542,7 @@ def test_saved_and_read_again(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["residual", "ancre-ingoing", "denseformer-2x2", "grn-v2-last", "hc-dynamic", "mhc", *GROUPED]
+    "key", one_in(3, ["residual", "ancre-ingoing", "denseformer-2x2", "grn-v2-last", "hc-dynamic", "mhc", *GROUPED])
 )
 def test_plots_of_its_matrix(key: str, tmp_path: Path) -> None:
     tables = rewire.coefficients(mixed(llama(), key))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
+from mixing import ANCRE, all_gradients, assert_same, ids, keeping, mixed, train_step
 from models import LinearNet, PreNorm, Stack, WithExits, vectors
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -15,13 +15,14 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import rewire
+from rewire.patterns.tiny import tiny_model
 
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
 
 @compiles
 def test_torch_compile_trains_like_eager() -> None:
-    model = mixed(llama(), granularity="sublayer")
+    model = mixed(tiny_model("llama", num_hidden_layers=2).eval(), granularity="sublayer")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected = model(ids(), use_cache=False).logits
@@ -100,7 +101,7 @@ def test_torch_compile_with_inductor() -> None:
 
 @compiles
 def test_torch_compile_with_a_dynamic_length() -> None:
-    model = mixed(llama())
+    model = mixed(tiny_model("llama", num_hidden_layers=2).eval())
     frames: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:

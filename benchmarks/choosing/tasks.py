@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -125,6 +124,8 @@ def deep_mlp() -> Task:
 
 def _digits(model: type[nn.Module], learning_rate: float) -> Task:
     """Every sixth image is held out; the training images are shifted by up to a pixel."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(digits.target)

@@ -121,6 +121,18 @@ class Text(Lines):
         return bound | {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
 
     @functools.cached_property
+    def named(self) -> dict[str, list[ast.AST]]:
+        """By name, the values that statements give it to, and the functions that they define."""
+        found: dict[str, list[ast.AST]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign):
+                for name in {target.id for target in node.targets if isinstance(target, ast.Name)}:
+                    found.setdefault(name, []).append(node.value)
+        return found
+
+    @functools.cached_property
     def receiver(self) -> str:
         """The first positional parameter, ``self`` of a method; empty if there is none."""
         parameters = [*self.tree.args.posonlyargs, *self.tree.args.args]

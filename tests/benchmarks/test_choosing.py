@@ -23,7 +23,10 @@ import tasks
 
 @pytest.mark.parametrize(
     "name",
-    ["language_model", "vision_transformer", "deep_mlp", pytest.param("deep_language_model", marks=pytest.mark.slow)],
+    [
+        *("language_model", "deep_mlp"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vision_transformer", "deep_language_model")),
+    ],
 )
 def test_a_task_trains(name: str) -> None:
     trial = Trial(Setting(1e-3), 1)

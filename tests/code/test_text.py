@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import inspect
@@ -20,6 +21,15 @@ from rewire.code.text import compiled, parsed, place_of, text_of, within
 from rewire.errors import EditError
 
 OFFSET = 3
+
+
+def renamed(x: int) -> int:
+    def step(y: int) -> int:
+        return y + 1
+
+    first = y = step
+    first = functools.partial(step)
+    return first(y(x))
 
 
 def plain(x: int) -> int:
@@ -65,6 +75,15 @@ def in_a_function() -> Any:
             return x + 1
 
     return Inner.method
+
+
+def test_what_is_given_a_name() -> None:
+    named = text_of(renamed).named
+    assert {name: [*map(ast.unparse, values)] for name, values in named.items() if name != "renamed"} == {
+        "first": ["step", "functools.partial(step)"],
+        "y": ["step"],
+        "step": ["def step(y: int) -> int:\n    return y + 1"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 
 import rewire
-from rewire.conformance import check, list_schemes, reference
+from rewire.conformance import check, checker, list_schemes, reference
+from rewire.conformance.cases import KINDS, cases
 from rewire.conformance.ours import ours, packed, topology_of
 from rewire.conformance.running import of_reference
 from rewire.errors import UnknownName
@@ -105,8 +107,19 @@ def test_every_option_is_tried(name: str) -> None:
     assert {renamed.get(n, n) for n in names} <= tried
 
 
-@pytest.mark.parametrize(("name", "options"), ALL, ids=str)
-def test_topologies(name: str, options: dict[str, Any]) -> None:
+#: Of options other than the paper's a few cases are quick, and the others slow.
+FEW = {"typical", "one unit", "deep"}
+TRIED: dict[str, Collection[str]] = {"all": KINDS.keys(), "few": FEW, "others": KINDS.keys() - FEW}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tried"),
+    [(*case, "few" if case[1] else "all") for case in ALL]
+    + [pytest.param(*case, "others", marks=pytest.mark.slow) for case in ALL if case[1]],
+    ids=str,
+)
+def test_topologies(name: str, options: dict[str, Any], tried: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "cases", lambda *given: [case for case in cases(*given) if case.name in TRIED[tried]])
     report = check(name, ours(name, **options), dtypes=[torch.float32], **options)
     assert report.agrees, str(report)
     assert report.errors[torch.float32] < 1e-3

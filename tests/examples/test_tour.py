@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import jupytext
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbformat import NotebookNode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def stored() -> NotebookNode:
+def stored() -> Any:
+    import nbformat
+
     return nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
 
 
-def check_outputs(notebook: NotebookNode) -> None:
+def check_outputs(notebook: Any) -> None:
     """Tables, as HTML, and a picture; nothing on stderr. Bars, on slow machines, are gone."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     shown = [output for output in outputs if output.get("data") != {"text/html": ""}]
@@ -31,6 +30,8 @@ def check_outputs(notebook: NotebookNode) -> None:
 
 
 def test_it_is_its_script_executed() -> None:
+    import jupytext
+
     script, notebook = jupytext.read(EXAMPLES / "tour.py"), stored()
     assert [cell.source for cell in script.cells] == [cell.source for cell in notebook.cells], "run `make notebook`"
     check_outputs(notebook)
@@ -38,6 +39,8 @@ def test_it_is_its_script_executed() -> None:
 
 @pytest.mark.slow
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     notebook = stored()
     for cell in notebook.cells:

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 
 import rewire
@@ -21,6 +20,8 @@ TOPOLOGIES = ["ancre-ingoing", "grn-v2", "grn-v3", "dca", "muddformer", "attnres
 
 
 def linear(layer: nn.Linear, bits: int) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt  # here: the quick tests do not need it
+
     sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
     new: nn.Module
     if bits == 4:
@@ -46,7 +47,7 @@ def test_after_rewiring(topology: str, bits: int) -> None:
     plain, ids = tiny_model("llama").eval(), torch.randint(3, 90, (8, 8))
     rewired = quantized(rewire.compile(plain, topology), bits)
     reference = quantized(plain, bits)
-    assert isinstance(rewired.get_submodule("model.layers.0.mlp.up_proj"), (Linear4bit, Linear8bitLt))
+    assert type(rewired.get_submodule("model.layers.0.mlp.up_proj")).__module__.startswith("bitsandbytes")
     with torch.no_grad():
         exact, expected, found = (model(ids).logits for model in (plain, reference, rewired))
     rounding, difference = (expected - exact).abs().amax((1, 2)), (found - expected).abs().amax((1, 2))

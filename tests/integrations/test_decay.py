@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from accelerate import Accelerator
 from mixing import ids, llama, mixed
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 import rewire
 
@@ -24,6 +21,8 @@ def optimizer_of(model: nn.Module, ours: bool) -> torch.optim.AdamW:
 
 
 def train_with_trainer(model: Any, ours: bool, folder: Path) -> Any:
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=2,
@@ -43,6 +42,8 @@ def train_with_trainer(model: Any, ours: bool, folder: Path) -> Any:
 
 
 def train_with_accelerate(model: Any, ours: bool, folder: Path) -> Any:
+    from accelerate import Accelerator
+
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer_of(model, ours))
     accelerator.backward(model(ids(), labels=ids()).loss)
@@ -50,20 +51,21 @@ def train_with_accelerate(model: Any, ours: bool, folder: Path) -> Any:
     return optimizer
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model: nn.Module, ours: bool) -> None:
-        super().__init__()
-        self.model, self.ours = model, ours
-
-    def training_step(self, batch: Tensor, number: int) -> Tensor:
-        loss: Tensor = self.model(batch, labels=batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.model, self.ours)
-
-
 def train_with_lightning(model: Any, ours: bool, folder: Path) -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            loss: Tensor = self.model(batch, labels=batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.model, ours)
+
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=2,
@@ -73,7 +75,7 @@ def train_with_lightning(model: Any, ours: bool, folder: Path) -> Any:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Module(model, ours), torch.utils.data.DataLoader(list(ids(batch=2).split(1)), batch_size=None))
+    trainer.fit(Module(), torch.utils.data.DataLoader(list(ids(batch=2).split(1)), batch_size=None))
     return trainer.optimizers[0]
 
 

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 import toy_nets
-from formulas import by_reference
 from torch import Tensor, nn
-from toy_nets import plain
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import make_topology
 from rewire.topologies.base import Dims, Start
-from rewire.topologies.review import Form, Review
+from rewire.topologies.review import Review
 
 WIDTH = 6
 net = functools.partial(toy_nets.net, width=WIDTH)
@@ -22,28 +20,6 @@ net = functools.partial(toy_nets.net, width=WIDTH)
 def drawn(depth: int) -> dict[str, Tensor]:
     start = Review().parameters(Dims(depth, WIDTH), "paper")
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
-
-
-@pytest.mark.parametrize("form", get_args(Form))
-@pytest.mark.parametrize("depth", [1, 3])
-def test_formulas(form: Form, depth: int) -> None:
-    topology, blocks, dims = Review(form), net(depth, torch.float64), Dims(depth, WIDTH)
-    parameters, x = drawn(depth), torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    got = toy_nets.run(topology, topology.weights(parameters, dims), x, blocks)
-    want = by_reference(topology, parameters, x, blocks)[0]
-    torch.testing.assert_close(got, want)
-    inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
-    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, upstream) for out in (got, want)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("zero", [False, True])
-def test_preserving_start_is_bitwise(dtype: torch.dtype, zero: bool) -> None:
-    topology: Any = Review().for_start("preserve")
-    weights = topology.weights(topology.parameters(Dims(5, WIDTH), "preserve"), Dims(5, WIDTH))
-    blocks, x = net(5, dtype, zero=zero), torch.randn(4, WIDTH).to(dtype)
-    out = toy_nets.run(topology, weights, x, blocks)
-    assert out.dtype == dtype and torch.equal(out, plain(x, blocks))
 
 
 @pytest.mark.parametrize("start", get_args(Start))

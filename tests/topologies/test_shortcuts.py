@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy_nets import plain
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import Topology, make_topology
+from rewire.topologies import Topology, ddl, make_topology, review
 from rewire.topologies.base import Dims, Start, materialize
 
 WIDTH = 6
@@ -29,10 +29,17 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "gate": ("variance-gate", {}),
     "difference": ("variance-gate", {"form": "difference", "temperature": 2.0}),
 }
+#: Those that read the branch, too: test_ddl.py and test_review.py have the rest of their tests.
+OF_BRANCHES = {
+    f"{name}, {form}": (name, {"form": form})
+    for name, forms in (("ddl", ddl.Form), ("review", review.Form))
+    for form in get_args(forms)
+}
+EVERY = SCHEMES | OF_BRANCHES
 
 
 def made(key: str, start: Start = "paper") -> Topology:
-    name, options = SCHEMES[key]
+    name, options = EVERY[key]
     return make_topology(name, options).for_start(start)
 
 
@@ -42,7 +49,7 @@ def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.each_once
-@pytest.mark.parametrize("key", SCHEMES)
+@pytest.mark.parametrize("key", EVERY)
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_formulas(key: str, depth: int) -> None:
     topology, blocks, dims = made(key), net(depth, torch.float64), Dims(depth, WIDTH)
@@ -59,16 +66,18 @@ def test_formulas(key: str, depth: int) -> None:
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("key", SCHEMES)
+@pytest.mark.parametrize("key", EVERY)
 def test_preserving_start_is_bitwise(key: str, dtype: torch.dtype) -> None:
     topology = made(key, "preserve")
     parameters = topology.parameters(Dims(5, WIDTH), "preserve")
     assert all(value.dtype == torch.float32 for value in parameters.values())
     weights, x = topology.weights(parameters, Dims(5, WIDTH)), torch.randn(4, WIDTH).to(dtype)
-    blocks = net(5, dtype)
-    out = toy_nets.run(topology, weights, x, blocks)
-    assert out.dtype == dtype and torch.equal(out, plain(x, blocks))
-    assert torch.equal(topology.matrix(weights, Dims(5, WIDTH)), torch.eye(5))
+    for zero in (False, True):
+        blocks = net(5, dtype, zero=zero)
+        out = toy_nets.run(topology, weights, x, blocks)
+        assert out.dtype == dtype and torch.equal(out, plain(x, blocks))
+    if not key.startswith("review"):  # which has no constant form
+        assert torch.equal(topology.matrix(weights, Dims(5, WIDTH)), torch.eye(5))
 
 
 @pytest.mark.each_once

@@ -181,19 +181,10 @@ def _wrapped(text: Text, wrapper: ast.AST) -> Iterable[ast.AST]:
         elif isinstance(each, (ast.Lambda, ast.FunctionDef)):
             inner = [node.func for node in ast.walk(each) if isinstance(node, ast.Call)]
         elif isinstance(each, ast.Name):
-            inner = [named for node in ast.walk(text.tree) for named in _named(node, each.id)]
+            inner = text.named.get(each.id, [])
         todo += [node for node in inner if node not in found]
         found |= dict.fromkeys(inner)
     return found
-
-
-def _named(node: ast.AST, name: str) -> list[ast.AST]:
-    """What a statement gives a name to: a value, or a function that it defines."""
-    if isinstance(node, ast.FunctionDef) and node.name == name:
-        return [node]
-    if isinstance(node, ast.Assign) and name in {getattr(target, "id", "") for target in node.targets}:
-        return [node.value]
-    return []
 
 
 def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
