@@ -114,8 +114,9 @@ def _changed_by_modes(model: nn.Module, modules: Sequence[nn.Module]) -> set[int
     if all(getattr(type(module).train, "__module__", "") in _SET_FLAGS for module in modules):
         return set()
     probe = private(model, "meta")
+    writes = Writes(probe)
     try:
-        with Writes(probe) as writes:
+        with writes:
             for mode in (True, False, True):
                 probe.train(mode)
     except Exception:  # it reads values, or has none that are known: any may change
