@@ -15,8 +15,9 @@ from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import hands_on, may_be_left_out
 from rewire.passes.find import Finding, not_run
-from rewire.passes.finding.adds import Add
-from rewire.passes.finding.flow import Op, Scope, around
+from rewire.passes.finding.adds import Add, between
+from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.flow import Flow, Op, Scope, around
 
 
 class Carriers:
@@ -71,8 +72,7 @@ class Carriers:
     def _beginning(self) -> Scope:
         """The innermost call that contains the first add and all reads of its branches from the stream."""
         first = self.adds[0]
-        users = (user for op in (first.state, *casts_of(first)) for user in self.flow.users[op])
-        readers = (user for user in users if user in first.region or user in self.on_way)
+        readers = first_readers(self.flow, self.chain, {*first.region, *self.on_way})
         return around(op.scope.chain() for op in (first.op, *readers))[-1]
 
     def _carriers(self) -> list[Scope]:
@@ -206,3 +206,21 @@ def casts_of(add: Add) -> list[Op]:
         ops.append(op)
         op = op.inputs[0]
     return ops[::-1]
+
+
+def first_readers(flow: Flow, chain: Chain, own: Collection[Op]) -> list[Op]:
+    """What reads a stream's first state: ``own`` operations, and those that prepare the first branch in its block.
+
+    A block may compute a part of its branch, and hand that and the state to a function that completes and adds it.
+    """
+    first = chain.adds[0]
+    states = (first.state, *casts_of(first))
+    blocks = [
+        scope
+        for scope in first.op.scope.outward()
+        if any(state in ops for ops in scope.arguments.values() for state in states)
+        and not all(scope.holds(add.op.scope) for add in chain.adds)
+    ]
+    prepared = {op for branch in first.branches for op in between(first.state, branch, blocks[-1])} if blocks else {}
+    users = dict.fromkeys(user for state in states for user in flow.users[state])
+    return [user for user in users if user in own or user in prepared]

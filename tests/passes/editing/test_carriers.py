@@ -135,6 +135,47 @@ def test_a_stream_that_begins_outside_of_the_function_with_all_its_adds() -> Non
     assert_right(Apart(), adds=2)
 
 
+class Prepares(nn.Module):
+    """As EGNN's layers: a part of the branch is computed before the function that completes and adds it."""
+
+    def __init__(self, apart: str) -> None:
+        super().__init__()
+        self.f, self.g, self.apart = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), apart
+        self.completes = Completes(self.g)
+
+    def complete(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + self.g(f * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.tanh(self.f(x))
+        if self.apart == "method":
+            return self.complete(x, f)
+        return self.completes(x, f) if self.apart == "module" else x + self.g(f * x)
+
+
+class Completes(nn.Module):
+    def __init__(self, g: nn.Module) -> None:
+        super().__init__()
+        self.g = g
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + self.g(f * x)
+
+
+def test_all_parts_of_the_first_branch_read_the_stream() -> None:
+    outputs = []
+    x = torch.randn(2, 3, WIDTH)
+    for apart in ("no", "method", "module"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Prepares(apart) for _ in range(3)))
+        rewired = rewire.compile(net, "hc-static", example_inputs=(x,))
+        (connection,) = rewire.connections(rewired).values()
+        for n, weight in enumerate(connection.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        outputs.append(rewired(x))
+    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
+
+
 class Projects(nn.Module):
     """As blocks of Kandinsky 3: a projection, or none, makes the state that the branch is added to."""
 
