@@ -209,18 +209,33 @@ def casts_of(add: Add) -> list[Op]:
 
 
 def first_readers(flow: Flow, chain: Chain, own: Collection[Op]) -> list[Op]:
-    """What reads a stream's first state: ``own`` operations, and those that prepare the first branch in its block.
+    """What reads a stream's first state: ``own`` operations, and those that prepare the first branch.
 
-    A block may compute a part of its branch, and hand that and the state to a function that completes and adds it.
+    A block may compute a part of its branch, and hand that and the state to a function that completes and adds it. So
+    may the function that calls the blocks, if it computes that part for the first block alone.
     """
     first = chain.adds[0]
     states = (first.state, *casts_of(first))
+    region = {op for branch in first.branches for op in between(first.state, branch)}
     blocks = [
         scope
         for scope in first.op.scope.outward()
         if any(state in ops for ops in scope.arguments.values() for state in states)
         and not all(scope.holds(add.op.scope) for add in chain.adds)
     ]
-    prepared = {op for branch in first.branches for op in between(first.state, branch, blocks[-1])} if blocks else {}
     users = dict.fromkeys(user for state in states for user in flow.users[state])
-    return [user for user in users if user in own or user in prepared]
+    known = [user for user in users if user in own]
+    others = [user for user in users if user in region and user not in own]
+    return known + [op for op in others if any(b.holds(op.scope) for b in blocks) or _only_for(first, op, region, flow)]
+
+
+def _only_for(add: Add, op: Op, region: Collection[Op], flow: Flow) -> bool:
+    """Whether an operation is a part of one add's branch, with weights behind it, and of nothing else."""
+    reached, todo = {op}, [op]
+    while todo:
+        users = set(flow.users[todo.pop()]) - reached - {add.op, *add.inner}
+        if not users <= {*region}:
+            return False
+        reached |= users
+        todo += users
+    return any(op.weighted and op not in add.region for op in reached)
