@@ -95,8 +95,9 @@ class Carriers:
         code = {scope.code for scope in adding} - {None}
         scopes = [op.scope for op in self.stage if op in self.on_way]
         scopes += [scope for scope, _, op in self.flow.casts if op in self.stage]
-        calls = (call for scope in scopes for call in scope.outward())
-        return [call for call in calls if call.code in code and call not in adding and call not in posts]
+        calls = (call for scope in scopes for call in scope.outward() if call.code in code)
+        calls = (call for call in calls if not self.stage.keys().isdisjoint(call.results))  # no norm that only reads it
+        return [call for call in calls if call not in adding and call not in posts]
 
     def _is_function(self, scope: Scope) -> bool:
         """Whether a call is of a helper that is no method."""
