@@ -15,8 +15,9 @@ from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import hands_on, may_be_left_out
 from rewire.passes.find import Finding, not_run
-from rewire.passes.finding.adds import Add
-from rewire.passes.finding.flow import Op, Scope, around
+from rewire.passes.finding.adds import Add, between
+from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.flow import Flow, Op, Scope, around
 
 
 class Carriers:
@@ -71,8 +72,7 @@ class Carriers:
     def _beginning(self) -> Scope:
         """The innermost call that contains the first add and all reads of its branches from the stream."""
         first = self.adds[0]
-        users = (user for op in (first.state, *casts_of(first)) for user in self.flow.users[op])
-        readers = (user for user in users if user in first.region or user in self.on_way)
+        readers = first_readers(self.flow, self.chain, {*first.region, *self.on_way})
         return around(op.scope.chain() for op in (first.op, *readers))[-1]
 
     def _carriers(self) -> list[Scope]:
@@ -95,8 +95,9 @@ class Carriers:
         code = {scope.code for scope in adding} - {None}
         scopes = [op.scope for op in self.stage if op in self.on_way]
         scopes += [scope for scope, _, op in self.flow.casts if op in self.stage]
-        calls = (call for scope in scopes for call in scope.outward())
-        return [call for call in calls if call.code in code and call not in adding and call not in posts]
+        calls = (call for scope in scopes for call in scope.outward() if call.code in code)
+        calls = (call for call in calls if not self.stage.keys().isdisjoint(call.results))  # no norm that only reads it
+        return [call for call in calls if call not in adding and call not in posts]
 
     def _is_function(self, scope: Scope) -> bool:
         """Whether a call is of a helper that is no method."""
@@ -206,3 +207,36 @@ def casts_of(add: Add) -> list[Op]:
         ops.append(op)
         op = op.inputs[0]
     return ops[::-1]
+
+
+def first_readers(flow: Flow, chain: Chain, own: Collection[Op]) -> list[Op]:
+    """What reads a stream's first state: ``own`` operations, and those that prepare the first branch.
+
+    A block may compute a part of its branch, and hand that and the state to a function that completes and adds it. So
+    may the function that calls the blocks, if it computes that part for the first block alone.
+    """
+    first = chain.adds[0]
+    states = (first.state, *casts_of(first))
+    region = {op for branch in first.branches for op in between(first.state, branch)}
+    blocks = [
+        scope
+        for scope in first.op.scope.outward()
+        if any(state in ops for ops in scope.arguments.values() for state in states)
+        and not all(scope.holds(add.op.scope) for add in chain.adds)
+    ]
+    users = dict.fromkeys(user for state in states for user in flow.users[state])
+    known = [user for user in users if user in own]
+    others = [user for user in users if user in region and user not in own]
+    return known + [op for op in others if any(b.holds(op.scope) for b in blocks) or _only_for(first, op, region, flow)]
+
+
+def _only_for(add: Add, op: Op, region: Collection[Op], flow: Flow) -> bool:
+    """Whether an operation is a part of one add's branch, with weights behind it, and of nothing else."""
+    reached, todo = {op}, [op]
+    while todo:
+        users = set(flow.users[todo.pop()]) - reached - {add.op, *add.inner}
+        if not users <= {*region}:
+            return False
+        reached |= users
+        todo += users
+    return any(op.weighted and op not in add.region for op in reached)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
@@ -35,6 +36,9 @@ ACCUMULATED = "index_put with accumulate=True"
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 #: Operations that only scale a state and add to it.
 _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
+#: Products with a matrix, if that is a weight.
+_MAPS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "einsum"})
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Dropout, nn.Identity)
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why a sum inside an autograd function's kernel is no residual add.
@@ -384,7 +388,10 @@ def _in_one_expression(inner: Op, outer: Op) -> bool:
 
 
 def _projected(op: Op) -> Add | None:
-    """``downsample(x) + f(x)``: the shortcut has one weight matrix, the branch more. A stream begins there."""
+    """``downsample(x) + f(x)``: the shortcut has one weight matrix, the branch more. A stream begins there.
+
+    A branch without a nonlinearity is no branch: ``W(x) + B(A(x))`` is a linear map with an adapter of low rank (LoRA).
+    """
     for shortcut, branch in (op.inputs, op.inputs[::-1]):
         if shortcut.shape != op.shape:
             continue
@@ -396,9 +403,17 @@ def _projected(op: Op) -> Add | None:
             weights += source.matrices
             source = live[0]
             region = between(source, branch) - {source}
-            if weights == 1 and sum(o.matrices for o in region) > 1:
+            if weights == 1 and sum(o.matrices for o in region) > 1 and not all(map(_is_linear, region)):
                 return Add(op, shortcut, shortcut, source, [branch], region)
     return None
+
+
+def _is_linear(op: Op) -> bool:
+    """Whether an operation is a linear map of one tensor, up to a constant."""
+    live = [source for source in op.inputs if not source.constant]
+    if op.leaf is not None:
+        return len(live) == 1 and type(op.leaf) in _LINEAR
+    return len(live) == 1 and (op.name in _AFFINE | _MAPS or op.name.startswith("conv"))
 
 
 def _inside(op: Op, add: Op) -> bool:

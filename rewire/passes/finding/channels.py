@@ -25,6 +25,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLUTION = re.compile(r"^_?conv(?:_transpose|_transposed)?(\d)d")
 _OVER_CHANNELS = ("batch_norm", "group_norm", "instance_norm")
 _OVER_THE_LAST = ("layer_norm", "rms_norm", "native_layer_norm")
+_PARTS = frozenset({"cat", "concat", "concatenate", "chunk", "split", "tensor_split", "narrow", "pad"})
 _SIZES = (2, 3, 5, 7, 11, 13, 17)  # of dimensions: all different, so that a view shows where each one goes
 
 
@@ -118,6 +119,8 @@ def _before(op: Op, source: Op, dim: int) -> int | None:
         return None
     if op.name in TURNS:
         return _turned(op, source, dim)
+    if op.name in _PARTS and len(made) == len(shape):  # perhaps along this dimension: an edge's nodes, shifted tokens
+        return dim
     if made.numel() == shape.numel() and made != shape:  # the values stay in order
         behind = made[dim:].numel()
         alike = [n - len(shape) for n in range(len(shape)) if (shape[n], shape[n:].numel()) == (made[dim], behind)]

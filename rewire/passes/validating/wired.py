@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rewire.copies import Inputs, shared
 from rewire.errors import ValidationMismatch
 from rewire.mixes.fused_qkv import Fused
-from rewire.passes.editing.carriers import casts_of
+from rewire.passes.editing.carriers import casts_of, first_readers
 from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
 from rewire.passes.finding.adds import SCATTERED, is_view
@@ -163,8 +163,7 @@ def _beginning(flow: Flow, chain: Chain) -> Scope:
     """The innermost module call with the first add and its branches' reads; or one that adds and gets the state."""
     first = chain.adds[0]
     own = {*first.region, *casts_of(first), *first.inner, first.op}
-    users = (user for op in (first.state, *casts_of(first)) for user in flow.users[op])
-    scopes = around(op.scope.modules() for op in (first.op, *(user for user in users if user in own)))
+    scopes = around(op.scope.modules() for op in (first.op, *first_readers(flow, chain, own)))
     scopes = _hooked(scopes)
     adding = [s for s in scopes if any(add.op.scope is s for add in chain.adds)]
     given = [s for s in adding if any(chain.entry in ops for ops in s.arguments.values())]

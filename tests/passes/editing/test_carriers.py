@@ -135,6 +135,87 @@ def test_a_stream_that_begins_outside_of_the_function_with_all_its_adds() -> Non
     assert_right(Apart(), adds=2)
 
 
+class Completes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + self.g(f * x)
+
+
+class Prepares(nn.Module):
+    """As EGNN's layers: a part of the branch is computed before the function that completes and adds it."""
+
+    def __init__(self, apart: str) -> None:
+        super().__init__()
+        self.f, self.completes, self.apart = nn.Linear(WIDTH, WIDTH), Completes(), apart
+
+    def complete(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + self.completes.g(f * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.tanh(self.f(x))
+        if self.apart == "method":
+            return self.complete(x, f)
+        return self.completes(x, f) if self.apart == "module" else x + self.completes.g(f * x)
+
+
+class Loop(nn.Module):
+    """The same, without blocks around it."""
+
+    def __init__(self, apart: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Prepares(apart) for _ in range(3))
+
+    def complete(self, block: Prepares, x: Tensor, f: Tensor) -> Tensor:
+        return x + block.completes.g(f * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            f = torch.tanh(block.f(x))
+            if block.apart == "method":
+                x = self.complete(block, x, f)
+            else:
+                x = block.completes(x, f) if block.apart == "module" else x + block.completes.g(f * x)
+        return x
+
+
+@pytest.mark.parametrize("topology", ["hc-static", "grn-v3"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_all_parts_of_the_first_branch_read_the_stream(topology: str, blocks: bool) -> None:
+    outputs = []
+    x = torch.randn(2, 3, WIDTH)
+    for apart in ("no", "method", "module"):
+        torch.manual_seed(0)
+        layers = [Prepares(apart) for _ in range(3)]
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers) if blocks else Loop(apart)
+        rewired = rewire.compile(net, topology, example_inputs=(x,))
+        (connection,) = rewire.connections(rewired).values()
+        for n, weight in enumerate(connection.parameters()):
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(n))
+        outputs.append(rewired(x))
+    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
+
+
+class Shared(Loop):
+    """What all branches read is no part of the first one alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        f = torch.tanh(self.blocks[0].f(x))
+        for block in self.blocks:
+            x = block.completes(x, f)
+        return x
+
+
+def test_what_all_branches_share_reads_the_first_state() -> None:
+    rewired = rewire.compile(Shared("no"), "hc-static", example_inputs=(torch.randn(2, 3, WIDTH),))
+    assert "open(" not in rewire.source(rewired, "")
+
+
 class Projects(nn.Module):
     """As blocks of Kandinsky 3: a projection, or none, makes the state that the branch is added to."""
 

@@ -302,3 +302,47 @@ def test_a_first_state_that_a_lambda_makes_beside_others_is_refused() -> None:
 def test_what_returns_the_state_itself_where_a_block_is_called(between: str) -> None:
     """In the expression that calls a block stands what does nothing here: no operation shows it."""
     assert_right(written_net(body=f"for block in self.blocks:\n    x = {between}"), 6)
+
+
+class AddsOrNot(nn.RMSNorm):
+    """As vLLM's fused norm: without a residual it only reads the state, of which it makes a cast."""
+
+    def forward(self, x, residual=None):  # type: ignore[no-untyped-def]
+        if residual is not None:
+            x = x + residual
+            residual = x
+        x = super().forward(x.float().type_as(x))
+        return x if residual is None else (x, residual)
+
+
+class FirstHasNoResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = AddsOrNot(WIDTH), AddsOrNot(WIDTH)
+        self.f, self.g = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, residual):  # type: ignore[no-untyped-def]
+        if residual is None:
+            residual = x
+            x = self.first(x)
+        else:
+            x, residual = self.first(x, residual)
+        x, residual = self.second(self.f(x), residual)
+        return self.g(x), residual
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Linear(WIDTH, WIDTH), AddsOrNot(WIDTH)
+        self.blocks = nn.ModuleList(FirstHasNoResidual() for _ in range(3))
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, residual = self.stem(x), None
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return self.last(x, residual)[0]
+
+
+def test_a_norm_that_adds_only_with_a_residual() -> None:
+    assert_right(Fused(), adds=6)

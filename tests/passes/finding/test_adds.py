@@ -252,12 +252,52 @@ def test_a_projected_shortcut_is_no_branch() -> None:
     """``x + (g(x) + f(x))``: the sum inside looks like one with a projected shortcut, and x is not its branch."""
     net = Written()
     x = net.op("input")
-    g, f = net.linear(x, "block.g"), net.linear(net.linear(x, "block.f"), "block.f")
+    g, f = net.linear(x, "block.g"), net.linear(net.op("relu", net.linear(x, "block.f")), "block.f")
     inner = net.op("add", g, f, at="block")
     outer = net.op("add", x, inner, at="block")
     found, _ = residual_adds(net.flow())
     (add,) = (add for add in found if add.op is outer)
     assert add.shortcut is add.source is x and add.branches == [inner]
+
+
+@pytest.mark.parametrize("between", ["relu", "mul", "dropout", "layer_norm"])
+def test_a_projected_shortcut_has_a_branch_with_a_nonlinearity(between: str) -> None:
+    """A linear map and its adapter of low rank, ``W(x) + B(A(x)) * scale``, are one linear map (LoRA)."""
+    net = Written()
+    x = net.op("input")
+    made = net.linear(net.op(between, net.linear(x, "block.a")), "block.b")
+    net.op("add", net.linear(x, "block.w"), made, at="block")
+    assert len(residual_adds(net.flow())[0]) == (between in ("relu", "layer_norm"))
+
+
+class Adapted(nn.Linear):
+    """FLUX's LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.a, self.b = nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.b(self.a(x)) * 0.5
+
+
+class Adapters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.maps = Adapted(), nn.ModuleList(Adapted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.maps:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("inputs", [None, (torch.randn(2, 8),)])
+def test_adapters_of_low_rank_are_no_residual_adds(inputs: Any) -> None:
+    report = rewire.inspect(Adapters(), inputs)
+    (trunk,) = report.trunks
+    assert [site.name for site in trunk.sites] == ["maps.0", "maps.1", "maps.2"] and not report.left
 
 
 def test_parallel_branches_are_one_add() -> None:

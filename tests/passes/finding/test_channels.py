@@ -206,3 +206,44 @@ def test_long_ways_without_weights_are_followed_once() -> None:
 
     found = trunk(nn.Sequential(nn.Linear(C, C), *(Long() for _ in range(2))), torch.randn(2, 5, C))
     assert (found.width, found.channel_dim) == (C, -1)
+
+
+class Edges(nn.Module):
+    """EGNN's: nothing reads the state alone, only beside other nodes' or messages."""
+
+    def __init__(self, join: str) -> None:
+        super().__init__()
+        self.edge, self.node, self.join = nn.Linear(2 * C, 5), nn.Linear(C + 5, C), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        join = getattr(torch, self.join)
+        messages = torch.tanh(self.edge(join((x[[1, 2, 0]], x), 1)))
+        return x + self.node(join((x, messages), dim=-1))
+
+
+@pytest.mark.parametrize("join", ["cat", "concat", "concatenate"])
+def test_channels_beside_others(join: str) -> None:
+    found = trunk(nn.Sequential(nn.Linear(C, C), *(Edges(join) for _ in range(3))), torch.randn(3, C))
+    assert (found.width, found.channel_dim) == (C, -1)
+
+
+class Shifted(nn.Module):
+    """Half of the channels come from the token before, as in MEGABYTE."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.map, self.part = nn.Linear(C, C), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = {
+            "chunk": lambda: x.chunk(2, -1),
+            "split": lambda: x.split(C // 2, dim=-1),
+            "narrow": lambda: (x.narrow(-1, 0, C // 2), x.narrow(-1, C // 2, C // 2)),
+        }[self.part]()
+        return x + self.map(torch.tanh(torch.cat((halves[0], F.pad(halves[1], (0, 0, 1, -1))), -1)))
+
+
+@pytest.mark.parametrize("part", ["chunk", "split", "narrow"])
+def test_channels_of_shifted_tokens(part: str) -> None:
+    found = trunk(nn.Sequential(nn.Linear(C, C), *(Shifted(part) for _ in range(3))), torch.randn(3, 5, C))
+    assert (found.width, found.channel_dim) == (C, -1)
