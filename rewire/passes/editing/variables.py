@@ -116,8 +116,13 @@ def _collects(call: ast.Call) -> bool:
 
 
 def calls_like(text: Text, call: ast.Call) -> list[ast.Call]:
-    """The other calls of the same function on other paths: see `_alike`."""
-    calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node is not call)
+    """The other calls of the same function on other paths: see `_alike`.
+
+    What a function does that the call is given is no other path: ``sublayer(x, lambda y: self.attention(y))``.
+    """
+    given = (node for arg in call.args for node in (arg, *_wrapped(text, arg)))
+    own = {call, *(node for function in given for node in ast.walk(function))}
+    calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node not in own)
     return [other for other in calls if _alike(text, other, call)]
 
 

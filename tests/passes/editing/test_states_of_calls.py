@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -346,3 +348,58 @@ class Fused(nn.Module):
 
 def test_a_norm_that_adds_only_with_a_residual() -> None:
     assert_right(Fused(), adds=6)
+
+
+class AddsWhatItIsGiven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + sublayer(self.norm(x))
+
+
+class GivesItsLayers(nn.Module):
+    """A block that hands its layers to the modules that add, as those of the annotated transformer do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two = AddsWhatItIsGiven(), AddsWhatItIsGiven()
+        self.mixer, self.mlp, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        if self.how == "lambda":
+            x = self.one(x, lambda y: self.mixer.forward(y) * scale)
+        elif self.how == "named lambda":
+            given = lambda y: self.mixer.forward(y) * scale  # noqa: E731
+            x = self.one(x, given)
+        elif self.how == "inner function":
+
+            def run(y: Tensor) -> Tensor:
+                return self.mixer(y) * scale
+
+            x = self.one(x, run)
+        elif self.how == "keyword":
+            x = self.one(x, sublayer=lambda y: self.mixer(y) * scale)
+        elif self.how == "partial":
+            x = self.one.forward(x, functools.partial(self.mixer))
+        return self.two(x, self.mlp)
+
+
+class CallsThemWithAScale(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([GivesItsLayers(how) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, x.new_full((WIDTH,), 0.5))
+        return x
+
+
+@pytest.mark.parametrize("how", ["lambda", "named lambda", "inner function", "keyword", "partial"])
+def test_what_a_call_is_given_to_run_is_no_other_path(how: str) -> None:
+    """The layer inside the function was taken for the same call without checkpointing, and handed the stream."""
+    rewired = rewire.compile(CallsThemWithAScale(how), "ancre-ingoing", example_inputs=(X,))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 6
