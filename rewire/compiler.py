@@ -241,9 +241,12 @@ def _rewired(model: nn.Module, prepared: Prepared, found: Found, wanted: _Wanted
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[None]:
-    """A context in which functions that the model itself compiles run as Python, so that they can be traced."""
-    compiles = "torch._dynamo" in sys.modules  # importing it takes seconds
-    return uncompiled() if compiles else contextlib.nullcontext()
+    """A context in which functions that the model itself compiles run as Python, so that they can be traced.
+
+    FlexAttention compiles itself whenever it is called.
+    """
+    compiles = not sys.modules.keys().isdisjoint({"torch._dynamo", "torch.nn.attention.flex_attention"})
+    return uncompiled() if compiles else contextlib.nullcontext()  # importing torch._dynamo takes seconds
 
 
 @contextlib.contextmanager

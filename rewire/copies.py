@@ -176,7 +176,9 @@ class Writes(TorchDispatchMode):
         parameters = self._of.get(memory, [])
         self._seen |= {*map(id, parameters)}
         if parameters and not written.is_meta and type(written).__torch_dispatch__ is Tensor.__torch_dispatch__:
-            own = self._own.setdefault(memory, written.untyped_storage().clone())
+            if memory not in self._own:
+                self._own[memory] = written.untyped_storage().clone()
+            own = self._own[memory]
             for tensor in (written, *parameters):
                 if memory_of(tensor) == memory:
                     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -212,19 +212,15 @@ def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
 def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
     """Search a run in evaluation mode and one in training mode."""
     assert prepared.inputs is not None
-    findings, forwards, cut = list[Finding](), prepared.forwards, dict[str, str]()
+    findings, cut = list[Finding](), dict[str, str]()
     for training in (False, True):
-        looked_at = private(prepared.model, device)
-        for module in looked_at.modules():
-            for hooks in backward_hooks(module):
-                hooks.clear()  # for modules with such hooks, torch inserts views that are not the model's
-            if type(module) in forwards:
-                define(module, forwards[type(module)])
         try:
-            looked_at.train(training)
-            noting = noting_writes(prepared.model, looked_at)
-            with seeded(0, looked_at), torch.enable_grad(), _unfrozen(looked_at), noting:
-                flow = record(looked_at, own_inputs(prepared.inputs, device))
+            flow = _flow(prepared, device, training)
+            if (flow.strange or flow.unseen) and any(
+                not parameter.requires_grad for parameter in prepared.model.parameters()
+            ):
+                with contextlib.suppress(Exception):  # not everything has gradients
+                    flow = _flow(prepared, device, training, unfrozen=True)
         except RewireError:
             raise
         except Exception as error:
@@ -234,7 +230,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
             raise BadExampleInputs(
                 f"{prepared.name} does not run on {_inputs_in_words(prepared)}: {type(error).__name__}: {error}"
             ) from error
-        with seeded(0, looked_at):
+        with seeded(0, flow.model):
             finding = finding_in(flow, prepared.patterns, restart)
             passes = [(name, chain) for name in finding.chains for chain in finding.passes(name)]
             reasons = [(name, why_cut(flow, chain.adds)) for name, chain in passes]
@@ -264,18 +260,26 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     return found
 
 
-@contextlib.contextmanager
-def _unfrozen(model: nn.Module) -> Iterator[None]:
-    """A context in which all weights require gradients, which show what code whose operations are hidden has read."""
-    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+def _flow(prepared: Prepared, device: str | None, training: bool, unfrozen: bool = False) -> Flow:
+    """Record a run of a copy; ``unfrozen``: with gradients of all weights, which show what hidden code has read."""
+    assert prepared.inputs is not None
+    looked_at = private(prepared.model, device)
+    for module in looked_at.modules():
+        for hooks in backward_hooks(module):
+            hooks.clear()  # for modules with such hooks, torch inserts views that are not the model's
+        if type(module) in prepared.forwards:
+            define(module, prepared.forwards[type(module)])
+    looked_at.train(training)
+    frozen = [weight for weight in looked_at.parameters() if not weight.requires_grad and unfrozen]
     differentiable = [weight for weight in frozen if weight.is_floating_point() or weight.is_complex()]
     for weight in differentiable:
         weight.requires_grad_()
-    try:
-        yield
-    finally:
-        for weight in differentiable:
-            weight.requires_grad_(False)
+    noting = noting_writes(prepared.model, looked_at)
+    with seeded(0, looked_at), torch.enable_grad(), noting:
+        flow = record(looked_at, own_inputs(prepared.inputs, device))
+    for weight in differentiable:
+        weight.requires_grad_(False)
+    return flow
 
 
 def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:

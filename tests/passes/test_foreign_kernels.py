@@ -292,3 +292,29 @@ class Detached(nn.Module):
 def test_an_add_of_what_an_autograd_function_detaches_is_named_for_what_it_is() -> None:
     with pytest.raises(rewire.NoResidualAdds, match=r"stands inside a torch\.autograd\.Function(.|\n)*Detaches\.apply"):
         rewire.compile(Detached(), ANCRE, example_inputs=(vectors(width=WIDTH),))
+
+
+class FlexBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.nn.attention.flex_attention import flex_attention  # which imports torch._dynamo
+
+        self.norm, self.out, self.attend = nn.LayerNorm(16), nn.Linear(16, 16), flex_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.norm(x)[:, None]
+        return x + self.out(self.attend(heads, heads, heads, score_mod=nearer)[:, 0])
+
+
+def nearer(score: Tensor, _batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score - (query - key).abs()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention() -> None:
+    """It compiles itself where it is called, and torch.compile saw the recorder. On a CPU it has no gradients."""
+    model, x = nn.Sequential(*(FlexBlock() for _ in range(3))).requires_grad_(False), torch.randn(2, 5, 16)
+    rewired = rewire.compile(model, "residual", example_inputs=(x,))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 3
+    torch.testing.assert_close(rewired(x), model(x))

@@ -204,6 +204,7 @@ class Flow:
         outputs: what a traced model returns.
         unread: modules that could not be looked into, by path.
         unseen: in words, a tensor that no recorded operation made; empty if there is none.
+        strange: whether a floating-point tensor without a gradient was read that no recorded operation made.
         guessed: for a run on the meta device: where the model first branches on the value of an input or a weight.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for in-place operations: other variables with the same memory that are read afterwards.
@@ -217,6 +218,7 @@ class Flow:
     outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
     unseen: str = ""
+    strange: bool = False
     guessed: LeftAlone | None = None
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)

@@ -71,6 +71,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
     flow.before, flow.hooked = before, recorder.hooked
     flow.tensors, flow.unseen, flow.guessed = recorder.made, recorder.unseen, recorder.guessed
+    flow.strange = recorder.strange
     return flow
 
 
@@ -97,7 +98,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[Scope] = []
         self.functions: dict[CodeType | None, bool] = {}  # helper code -> whether it is an autograd function's forward
         self.kernels: set[Scope] = set()  # calls of autograd functions that allocate memory for kernels
-        self.unseen = ""
+        self.unseen, self.strange = "", False
         self.guessed: LeftAlone | None = None
         self.frames = Frames(self._argument_ops, self._module_of)
 
@@ -123,6 +124,7 @@ class Recorder(TorchFunctionMode):
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
         scope.arguments = {name: self._argument_ops(value, caller) for name, value in _bound(code, args, kwargs)}
+        self.strange = self.strange and parent is not None  # what the model itself is given is not strange
 
     def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -325,6 +327,7 @@ class Recorder(TorchFunctionMode):
         if known is None:
             scope = self.stack[0] if self.stack else Scope(None, "")
             weight = self.weights.get(id(tensor), "")
+            self.strange = self.strange or (not weight and tensor.is_floating_point())
             known = self._new(tensor, "weight" if weight else "input", (), scope, None)
             known.constant, known.parameter = bool(weight), weight
         return known
