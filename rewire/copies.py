@@ -22,6 +22,7 @@ from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
 from rewire.torch_internals import (
     TorchDispatchMode,
+    Unseen,
     buffers_of,
     memory_of,
     parameters_of,
@@ -168,7 +169,7 @@ class Writes(TorchDispatchMode):
         for tensor in written_by(func, args, kwargs):
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 self._separate(tensor, memory_of(tensor))
-        with torch._C.DisableTorchFunction():  # operations of hidden code would be recorded as made here
+        with Unseen():  # operations of hidden code would be recorded as made here
             return func(*args, **kwargs)
 
     def _separate(self, written: Tensor, memory: int) -> None:

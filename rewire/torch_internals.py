@@ -44,6 +44,8 @@ _without_first_mode = getattr(torch.utils._python_dispatch, "_pop_mode_temporari
 
 #: A context in which ``__torch_function__`` of classes is not called.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
+#: The same for modes, too: within it nothing sees which functions of torch are called.
+Unseen = torch._C.DisableTorchFunction
 
 #: The functions of ``torch.nn.functional`` that are written in C++: some of them write to their argument.
 C_FUNCTIONS = getattr(torch._C, "_nn", None)
