@@ -151,6 +151,8 @@ class WritesToItsWeight(nn.Linear):
                     torch.div(self.weight, norms, out=self.weight)
                 elif self.how == "foreach":
                     torch._foreach_div_([self.weight], [norms])
+                elif self.how == "decay":
+                    self.weight.mul_(0.9)
         return super().forward(x)
 
 
@@ -166,7 +168,7 @@ class WritingBlock(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("how", ["copy_", "data", "rows", "later", "out", "foreach"])
+@pytest.mark.parametrize("how", ["copy_", "data", "rows", "later", "out", "foreach", "decay"])
 def test_weights_to_which_a_forward_writes_stay_as_they_are(how: str, reads: bool) -> None:
     """Copies share memory with the model: the check of the rewrite, in training mode, normalised the user's weights."""
     model = nn.Sequential(*(WritingBlock(how, reads) for _ in range(3))).eval()

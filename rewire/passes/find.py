@@ -216,9 +216,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     for training in (False, True):
         try:
             flow = _flow(prepared, device, training)
-            if (flow.strange or flow.unseen) and any(
-                not parameter.requires_grad for parameter in prepared.model.parameters()
-            ):
+            if (flow.strange or flow.unseen) and not all(weight.requires_grad for weight in flow.model.parameters()):
                 with contextlib.suppress(Exception):  # not everything has gradients
                     flow = _flow(prepared, device, training, unfrozen=True)
         except RewireError:
