@@ -260,6 +260,15 @@ def test_operators_say_whether_they_write() -> None:
     assert not internals.writes_to_argument(torch.ops.aten.dropout.default)
 
 
+def test_which_tensors_a_call_writes_to() -> None:
+    aten, (x, y, out) = torch.ops.aten, torch.ones(3, 2)
+    assert [*map(id, internals.written_by(aten.add_.Tensor, (x, y), {}))] == [id(x)]
+    assert [*map(id, internals.written_by(aten.add.out, (x, y), {"out": out}))] == [id(out)]
+    assert [*map(id, internals.written_by(aten._foreach_add_.List, ([x, y], [out, out]), {}))] == [id(x), id(y)]
+    assert not internals.written_by(aten.view.default, (x, [2]), {})  # its result is an alias
+    assert not internals.written_by(aten.native_batch_norm_backward, (x,), {})
+
+
 def test_functions_that_write_are_among_the_c_functions() -> None:
     assert {name for name in dir(internals.C_FUNCTIONS) if name.endswith("_") and not name.startswith("__")}
 

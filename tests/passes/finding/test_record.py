@@ -88,3 +88,16 @@ def test_the_same_where_a_model_is_traced(way: str) -> None:
 def test_what_only_says_how_large_a_result_is_makes_nothing_of_it() -> None:
     flow = record(TurnsBetween(lambda x: torch.ones(6, 6).expand_as(x) * x), ((torch.randn(2, 6, 6),), {}))
     assert {len(op.inputs) for op in flow if op.name == "expand_as"} == {1}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_tensors_without_a_gradient_that_nothing_here_made(hidden: bool) -> None:
+    """What the model is given, weights and what their operations make is known."""
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.nn.functional.linear(x, self.weight) + torch.ones(4)
+            return y + kept if hidden else y
+
+    kept, net = torch.zeros(4), Net(4, 4).requires_grad_(False)
+    assert record(net, ((torch.randn(2, 4),), {})).strange == hidden
