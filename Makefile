@@ -37,7 +37,7 @@ test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal
 
 slow: env  ## run the tests that take long: kernels in Triton's interpreter, compiled and distributed models
-	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal -m slow
+	$(DEV)/bin/pytest -n $(JOBS) -m slow
 
 lint: env  ## check style and types
 	$(DEV)/bin/ruff check
