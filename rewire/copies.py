@@ -99,12 +99,11 @@ def private(model: M, device: str | None = None) -> M:
     for buffer in _buffers_in(modules):
         memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     for parameter in _parameters_in(modules):
+        changes = device is None and (id(parameter) in changed or is_written(parameter))
         if _is_special(parameter) and device is None:
-            changes = id(parameter) in changed or is_written(parameter)
             memo[id(parameter)] = copy.deepcopy(parameter) if changes else _same_kind(parameter)
             continue
-        changes = id(parameter) in changed or is_written(parameter)
-        value = parameter.detach().clone() if changes and device is None else parameter.detach()
+        value = parameter.detach().clone() if changes else parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
     return _copied(model, modules, memo)

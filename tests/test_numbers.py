@@ -158,6 +158,9 @@ def test_what_choosing_shows_on_new_seeds() -> None:
     assert {name for name, row in rows.items() if row["verdict"] == "better"} == {"mhc"}
     assert len(before["mhc"]["losses"].keys() & rows["mhc"]["losses"].keys()) == 0
 
+    (higher,) = [run["loss"] for run in rows["muddformer:norms=True"]["search"] if run["connections"] == 64]
+    (chosen,) = [run["loss"] for run in before["muddformer:norms=True"]["search"] if run["connections"] == 16]
+    assert f"is worse on that seed ({higher:.3f}, {chosen:.3f} at times 16)" in " ".join(page.split())
     longer = difference([*before["muddformer:norms=True"]["longer"].values()], [*before["mhc"]["losses"].values()])
     assert f"{-longer.mean:.3f} ({-longer.high:.3f} to {-longer.low:.3f}) below `mhc`" in text
     time = rows["mhc"]["cost"]["time"]

@@ -15,7 +15,7 @@ NOT_CONNECTED = {"GraphGPS", "torchscale DeepNorm", "x-transformers cross", "Set
 
 @pytest.mark.slow
 def test_models_in_the_wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some that docs/coverage.md counts as connected were refused for a week, and nothing here noticed."""
+    """Two that docs/coverage.md counts as connected came to be refused, and no test noticed."""
     monkeypatch.syspath_prepend(FOLDER)
     from wild import WILD
 
