@@ -54,6 +54,7 @@ STARTS = (
 MOVED = Setting("evaluation mode, perturbed weights, connection weights that have moved", perturbed=True, moved=True)
 
 _LOW = (torch.bfloat16, torch.float16)
+_ROUNDED = (torch.float64, torch.float32, *_LOW)
 
 
 @dataclasses.dataclass
@@ -448,7 +449,24 @@ def _mismatch(
         )
     first = _first(expected, actual)
     where = f"the first block that differs is '{first}'" if first else "no single block differs by that much"
-    return ValidationMismatch(f"{problem}, in {setting.name}; {where}.")
+    why = _ROUNDING if _amplifies_rounding(setting, original, inputs, values) else ""
+    return ValidationMismatch(f"{problem}, in {setting.name}; {where}.{why}")
+
+
+_ROUNDING = (
+    " The original's own results change that visibly if each of its weights is rounded to the next number, so rounding "
+    "alone may be the cause, and nothing can be told from these weights. Load trained weights, or run fewer iterations "
+    "of the model, in place of untrained ones; or pass validate=False."
+)
+
+
+def _amplifies_rounding(setting: Setting, original: nn.Module, inputs: Inputs, values: dict[str, Tensor]) -> bool:
+    """Whether the original differs from itself, by more than the tolerance, with weights that are rounded otherwise."""
+    own = {name: values.get(name, p.detach()) for name, p in original.named_parameters()}
+    own = {name: value for name, value in own.items() if type(value) is Tensor and value.dtype in _ROUNDED}
+    rounded = {name: value * (1 + torch.finfo(value.dtype).eps) for name, value in own.items()}
+    with ByPlace():
+        return bool(_problem(setting, run(setting, original, inputs, values), original, inputs, values | rounded))
 
 
 def _first(expected: Iterable[tuple[str, Tensor]], actual: Iterable[tuple[str, Tensor]]) -> str:

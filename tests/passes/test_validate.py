@@ -272,3 +272,32 @@ class Scaled(Residual):
 
     def merge(self, states, weights, t, *branches):
         return materialize(super().merge(states, weights, t, *branches)) * (1.2 if t == 1 else 1.0)
+
+
+class Chaotic(Stack):
+    """A thousand times the rounding error after each ten iterations, in float32 whatever the model's dtype is."""
+
+    def forward(self, x):
+        x = super().forward(x).float().sigmoid()
+        for _ in range(60):
+            x = 3.99 * x * (1 - x)
+        return x
+
+
+class Rounding(Residual):
+    """Right, up to the last digit."""
+
+    def merge(self, states, weights, t, *branches):
+        return materialize(super().merge(states, weights, t, *branches)) * (1 + torch.finfo().eps)
+
+
+def test_a_model_that_amplifies_rounding_is_refused_with_that_reason():
+    with pytest.raises(rewire.ValidationMismatch, match=r"differs .*each of its weights is rounded to the next number"):
+        rewire.compile(Chaotic(PreNorm), Rounding(), example_inputs=(vectors(),))
+    rewire.compile(Stack(PreNorm), Rounding(), example_inputs=(vectors(),))
+
+
+def test_and_that_reason_is_not_given_without_need():
+    with pytest.raises(rewire.ValidationMismatch) as caught:
+        rewire.compile(NanoGPT(), Drifting(), example_inputs=(IDS,))
+    assert "rounded" not in str(caught.value)
