@@ -24,6 +24,7 @@ from rewire.code.functions import forward_of
 from rewire.code.text import written_at
 from rewire.conventions import is_matrix
 from rewire.copies import Inputs, shared
+from rewire.errors import UnsupportedCall
 from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED, VIEWS
 from rewire.passes.finding.flow import (
     CONTAINERS,
@@ -45,10 +46,12 @@ from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
 from rewire.runtime.nested import attributes
 from rewire.runtime.reentrant import forwards, where_reentrant
-from rewire.torch_internals import gradient_of, pytree, viewed, writes_to
+from rewire.torch_internals import HIGHER_ORDER, gradient_of, pytree, viewed, writes_to
 from rewire.trunk import LeftAlone
 
 _REFLECTED = {"radd", "rmul"}
+#: Operators of torch's control flow that it traces even in eager mode.
+_CONTROL_FLOW = {"cond", "while_loop", "map_impl", "scan"}
 #: Functions that read the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 GUESSED = "it decides by the value of a tensor, which the meta device does not have: one way only was looked at"
@@ -152,6 +155,8 @@ class Recorder(TorchFunctionMode):
                 scope, place = self.frames.caller(self.stack, sys._getframe(1))
                 self.guessed = LeftAlone(scope.path, GUESSED, *written_at(place))
             return decided(0)
+        if isinstance(func, HIGHER_ORDER) and str(func) in _CONTROL_FLOW:
+            raise UnsupportedCall(self._traced_by_torch(str(func)))
         before = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         name = plain_name(str(getattr(func, "__name__", func)))
@@ -208,6 +213,14 @@ class Recorder(TorchFunctionMode):
             for whole in wholes:  # the tensors that it is a view of have changed, too
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
+
+    def _traced_by_torch(self, name: str) -> str:
+        where, written = written_at(self.frames.caller(self.stack, sys._getframe(2))[1])
+        return (
+            f"{type(self.model).__name__} calls torch's `{name.removesuffix('_impl')}`: `{written}` ({where}). torch "
+            "traces such a call wherever it runs, so rewire cannot record what happens in it. Write it with Python's "
+            "`if` or `for`."
+        )
 
     def _look_for(self, tensor: Tensor, scope: Scope) -> None:
         """Register a tensor, passed to a call, that an autograd function or TorchScript made out of sight."""

@@ -101,3 +101,20 @@ def test_tensors_without_a_gradient_that_nothing_here_made(hidden: bool) -> None
 
     kept, net = torch.zeros(4), Net(4, 4).requires_grad_(False)
     assert record(net, ((torch.randn(2, 4),), {})).strange == hidden
+
+
+class Experts(nn.Module):
+    """One of two branches, by torch's own control flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + torch.cond(h.sum() > 0, lambda h: self.first(h), lambda h: self.second(h), (h,))
+
+
+def test_control_flow_that_torch_traces_is_refused_by_name() -> None:
+    with pytest.raises(rewire.UnsupportedCall, match=r"Sequential calls torch's `cond`: `torch\.cond.*test_record.py:"):
+        rewire.compile(nn.Sequential(Experts(), Experts()), example_inputs=(torch.randn(2, 4),))
