@@ -237,9 +237,9 @@ def fsdp_mixed_every_topology() -> None:
 
 
 def fsdp_mixed_kernels() -> None:
-    """Those that were meant for kernels are theirs: one topology for each kind of weights and states."""
+    """Those that were meant for kernels are theirs."""
     assert uses_kernels(torch.zeros(1))
-    mixed_precision(("ancre-ingoing", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "mhc", "attnres", "muddformer"))
+    mixed_precision(("ancre-ingoing", "hc-dynamic", "attnres", "muddformer"))
 
 
 def mixed_precision(keys: Iterable[str]) -> None:

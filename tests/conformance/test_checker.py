@@ -153,12 +153,16 @@ def test_mistakes_change_what_stands_in_the_reference(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_schemes())
 def test_known_mistakes_are_told_apart(name: str) -> None:
-    """Each, made in the reference, is found where it changes anything, and named."""
+    """Each, made in the reference, is found where it changes anything, and named.
+
+    Of the fifty about mHC, whose runs take longest, every third is tried.
+    """
     known = reference(name)
+    mistakes = mistakes_of(known.file)[:: 3 if name == "mhc" else 1]
     options = known.with_options({})
     case = max(cases(known, {}), key=lambda case: case.depth)
     right = run(of_reference(known, options), case, torch.float64)
-    for mistake in mistakes_of(known.file):
+    for mistake in mistakes:
         wrong = mistaken(known, [mistake])
         assert wrong is not None
         values = run(of_reference(wrong, options), case, torch.float64)

@@ -135,7 +135,7 @@ def test_recipes(key: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_changes_to_the_recipes_of_every_topology(key: str, tmp_path: Path) -> None:
-    check_recipes(key, tmp_path, share=0.04)
+    check_recipes(key, tmp_path, share=0.02)
 
 
 def test_sizes_are_compared_before_anything_is_built(tmp_path: Path) -> None:

@@ -71,4 +71,4 @@ def _features(flow: Flow, made: Op, width: int, inputs: int, values: Sequence[Op
     parts = torch.stack([*read.values()]).int() if read else torch.empty(0, 1)
     if len(parts) < 2 or not bool((parts.sum(0) == 1).all() and parts.any(1).all()):
         return ""
-    return "".join([*read][number] for number in parts.argmax(0))
+    return "".join([*read][number] for number in parts.argmax(0).tolist())

@@ -34,9 +34,9 @@ def test_transformers(model_type: str) -> None:
     [
         ("vit_tiny_patch16_224", {"img_size": 32, "depth": 2}),
         ("deit3_small_patch16_224", {"img_size": 32, "depth": 2, "init_values": 1.0}),
-        ("swin_tiny_patch4_window7_224", {}),
-        ("eva02_tiny_patch14_224", {}),  # products with the projections' weights
-        ("beit_base_patch16_224", {"depth": 2}),
+        ("swin_tiny_patch4_window7_224", {"img_size": 56, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 32}),
+        ("eva02_tiny_patch14_224", {"img_size": 28, "depth": 2}),  # products with the projections' weights
+        ("beit_base_patch16_224", {"img_size": 32, "depth": 2}),
     ],
 )
 def test_timm(name: str, options: dict[str, Any]) -> None:
