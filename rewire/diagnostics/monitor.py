@@ -34,7 +34,7 @@ class Monitor:
     Series are named ``rewire/<trunk>/..``. For the connection weights p_ji [destination, source] of a trunk, as
     `rewire.coefficients` returns them:
 
-    - ``weights/min``, ``weights/max``, ``weights/mean``: over the connections that exist;
+    - ``weights/min``, ``weights/max``, ``weights/mean``: over the connections whose weight is or at first was not 0;
     - ``weights/input``, ``weights/previous``: share of |p| that falls on the trunk's input, and on the newest state (or
       increment) before the destination, averaged over the destinations;
     - ``weights/sources``: effective number of sources, the exponential of the entropy of the shares, averaged likewise;
@@ -157,13 +157,14 @@ def _statistics(matrix: Tensor, first: Tensor) -> dict[str, float]:
     """The series of a matrix [destination, source]."""
     matrix, first = matrix.double(), first.double()
     offset = matrix.shape[1] - matrix.shape[0]
-    exists = torch.ones_like(matrix, dtype=torch.bool).tril(offset)
+    exists = matrix[(matrix != 0) | (first != 0)]  # with `units=` and `sources=` few of the matrix
+    exists = exists if len(exists) else matrix.new_zeros(1)
     shares = matrix.abs() / matrix.abs().sum(1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
     newest = shares.diagonal(offset)  # the last existing source in each row
     return {
-        "min": float(matrix[exists].min()),
-        "max": float(matrix[exists].max()),
-        "mean": float(matrix[exists].mean()),
+        "min": float(exists.min()),
+        "max": float(exists.max()),
+        "mean": float(exists.mean()),
         "input": float(shares[:, 0].mean()),
         "previous": float(newest.mean()),
         "sources": float(torch.special.entr(shares).sum(1).exp().mean()),

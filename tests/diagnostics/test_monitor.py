@@ -51,6 +51,23 @@ def test_connection_weights_against_their_definitions() -> None:
     assert values == {f"rewire/layers/weights/{name}": pytest.approx(v, rel=1e-5) for name, v in expected.items()}
 
 
+def test_connections_that_were_left_out_do_not_count() -> None:
+    model, log = (
+        rewire.compile(Stack(PreNorm), "denseformer", units=["output"], sources=["x0"], validate=False),
+        Logged(),
+    )
+    monitor = rewire.Monitor(model, log, every=1)
+    with torch.no_grad():
+        for parameter in rewire.connections(model)["layers"].parameters():
+            parameter.fill_(0.5)
+    monitor.step()
+    values = log[0][1]
+    (matrix,) = rewire.coefficients(model).values()
+    assert (matrix == 0).sum() > 6  # of those in front of their destination, too
+    assert values["rewire/layers/weights/min"] == pytest.approx(float(matrix[matrix != 0].min())) != 0
+    assert values["rewire/layers/weights/mean"] == pytest.approx(float(matrix[matrix != 0].mean()))
+
+
 @pytest.mark.parametrize("topology", ["denseformer", "muddformer", "ancre-ingoing"])
 def test_a_preserving_start_reads_the_newest_state_alone(topology: str) -> None:
     """Matrices with one source more than destinations, and those with as many."""
