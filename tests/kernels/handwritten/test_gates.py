@@ -76,7 +76,7 @@ ALL += [Gating(n, iterations, eps, 2.0) for n in (2, 3, 4, 8) for iterations in 
 class TestByKernels:
     __test__ = INTERPRETED
 
-    @pytest.mark.parametrize(("how", "spread"), zip(ALL, itertools.cycle([1e-3, 1.0, 40.0])), ids=str)
+    @pytest.mark.parametrize(("how", "spread"), [*zip(ALL, itertools.cycle([1e-3, 1.0, 40.0]))], ids=str)
     def test_values_and_gradients(self, how: Gating, spread: float) -> None:
         given = drawn(how, spread, 3, 29)
         exact = [x.detach().double().requires_grad_() for x in given]
