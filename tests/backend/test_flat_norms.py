@@ -311,7 +311,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 class TestFused:
     __test__ = INTERPRETED
 
-    @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma", "gpt2")])
+    @pytest.mark.parametrize("name", ["llama", "used elsewhere", "two norms read one state", "a graph break behind"])
     def test_the_graph_gives_the_same_numbers(self, name: str, launched: Counter[str]) -> None:
         model, x, fused = made(name)
         got = Run(model, x)
@@ -346,7 +346,7 @@ class TestFused:
         assert {n.obstacle for n in fusions(rewired)} == {None} and len(fusions(rewired)) == fused + 1  # and the first
         assert_same(want, got.results)
 
-    @pytest.mark.parametrize("name", ["gemma", "gpt2"])
+    @pytest.mark.parametrize("name", ["gemma"])
     def test_roundings(self, name: str) -> None:
         """In bfloat16 it is as far from float32 as with the model's own norms."""
         model, x, _ = made(name, torch.bfloat16)

@@ -154,20 +154,10 @@ def test_starts(name: str, options: dict[str, Any]) -> None:
 
 #: Those whose sums, gates and projections are kernels of their own.
 KERNELS = [
-    *(("ancre-ingoing", {}), ("denseformer", {}), ("grn-v2", {}), ("dca", {}), ("hc-static", {}), ("hc-dynamic", {})),
-    *(("frac-hc", {}), ("mhc", {}), ("mhc", {"delayed": True, "output": "learned"}), ("muddformer", {"norms": True})),
-    *(
-        ("gpas", {}),
-        ("orthogonal", {"form": "gated"}),
-        ("fixed-scale", {"branch": 0.5}),
-        ("attnres", {}),
-        ("attnres", {"qkv": True, "block": 2}),
-        ("attnres", {"rank": 2}),
-        ("multi-gate", {}),
-        ("two-lanes", {}),
-        ("muddformer", {}),
-    ),
-    *(("ddl", {}), ("laurel-rw", {}), ("residual-scale", {"branch": True, "bias": True}), ("hc-gated", {})),
+    *(("ancre-ingoing", {}), ("denseformer", {}), ("dca", {}), ("hc-static", {}), ("hc-dynamic", {}), ("frac-hc", {})),
+    *(("mhc", {"delayed": True, "output": "learned"}), ("muddformer", {"norms": True}), ("multi-gate", {})),
+    *(("attnres", {"qkv": True, "block": 2}), ("attnres", {"rank": 2}), ("two-lanes", {}), ("hc-gated", {})),
+    *(("gpas", {}), ("orthogonal", {"form": "gated"}), ("residual-scale", {"branch": True, "bias": True}), ("ddl", {})),
 ]
 
 
