@@ -528,6 +528,8 @@ class Depth:
         if to == -1:
             if live.stream.position == entry.cut_at:
                 return value
+            if live.overwritten:
+                raise self._overwritten(live)
             if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
                 self.live.remove(live)
                 return live.source
@@ -535,6 +537,8 @@ class Depth:
         elif to is not None:
             if live.stream.position >= live.first + to:
                 return value
+            if live.overwritten:
+                raise self._overwritten(live)
             live.stream = live.stream.skipped(live.first + to)
         elif live.stream.in_post:
             live.stream = live.stream.push(self._tensor(value))
@@ -548,6 +552,8 @@ class Depth:
         live, held = self._held(values)
         if live is None or live.stream.complete:  # after the last add, only the output is reshaped
             return function(*values)
+        if live.overwritten:
+            raise self._overwritten(live)
         live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
 
@@ -648,8 +654,9 @@ class Depth:
         return OutOfOrder(
             f"the value of trunk '{live.trunk}' was written to in place in block "
             f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore."
-            f"{self.advice}"
+            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore. If only some calls "
+            "do it (`if not x.requires_grad: x += f`), let them go the way of the inputs that the model was rewired "
+            f"with.{self.advice}"
         )
 
     def _check_count(self, live: Live, leaves: bool) -> None:
