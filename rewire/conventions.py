@@ -6,6 +6,7 @@ models that use it.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 
@@ -42,6 +43,14 @@ POSITIONAL = re.compile(
 )
 
 # Projections of attentions.
+
+
+def is_joint_attention(module: nn.Module | None) -> bool:
+    """Whether a module is a torch.nn.MultiheadAttention, called as one: ImageBind's subclass takes a single input."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return [*inspect.signature(module.forward).parameters][:3] == ["query", "key", "value"]
+
 
 #: Names of separate query, key and value projections.
 QKV = (

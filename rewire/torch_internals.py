@@ -154,6 +154,14 @@ def viewed(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def unviewed(tensor: Tensor) -> Tensor:
+    """``tensor`` as one that is no view, as sums are none: Megatron makes a new tensor of a view between its blocks."""
+    if torch.compiler.is_compiling() or tensor._base is None:
+        return tensor
+    made: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)  # a tensor of the same memory
+    return made
+
+
 def gradient_of(tensor: Tensor) -> Any:
     """A tensor's ``grad_fn``; None where asking for it raises, as for a view that was made under `no_grad`, in an
     autograd function for example, of a tensor that was written to since.

@@ -32,7 +32,7 @@ from rewire.runtime.nested import is_container, mapped, tensors_and_streams, wit
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
-from rewire.runtime.stream import Post, Stream
+from rewire.runtime.stream import Post, Reading, Stream
 from rewire.torch_internals import viewed
 
 _CLAMPED = (
@@ -126,6 +126,8 @@ class Depth:
         """Take in a stream from outside, and return its value."""
         if stream.weights.loans:
             stream.check_loans()
+        if not isinstance(stream.held, (Reading, Post)):
+            stream.check_recorded()
         entry = self._entry(stream)
         if entry is not None and stream.position in entry.adds:
             return self._track(Live(stream, entry, stream), norm)
@@ -345,6 +347,9 @@ class Depth:
         mapped((dicts, changed), stream_of)
         handed_on = [*left]  # a function that changes what `others` hold returns these, too
         mapped(others, stream_of)
+        for live in [*self.live, *(live for _, live in self.outputs)]:
+            if live.unrecorded and not live.called:
+                live.stream.check_recorded()
         for live in self.live:
             self._check_count(live, live in handed_on)
         self.left = True
@@ -452,7 +457,11 @@ class Depth:
         branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
-        live.stream = live.stream.write(*before, *branches)
+        if live.switched_on():
+            with torch.no_grad():
+                live.stream = live.stream.write(*before, *branches)
+        else:
+            live.stream = live.stream.write(*before, *branches)
         return live
 
     def push(
@@ -528,6 +537,8 @@ class Depth:
         if to == -1:
             if live.stream.position == entry.cut_at:
                 return value
+            if live.overwritten:
+                raise self._overwritten(live)
             if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
                 self.live.remove(live)
                 return live.source
@@ -535,6 +546,8 @@ class Depth:
         elif to is not None:
             if live.stream.position >= live.first + to:
                 return value
+            if live.overwritten:
+                raise self._overwritten(live)
             live.stream = live.stream.skipped(live.first + to)
         elif live.stream.in_post:
             live.stream = live.stream.push(self._tensor(value))
@@ -548,6 +561,8 @@ class Depth:
         live, held = self._held(values)
         if live is None or live.stream.complete:  # after the last add, only the output is reshaped
             return function(*values)
+        if live.overwritten:
+            raise self._overwritten(live)
         live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
 
@@ -567,7 +582,7 @@ class Depth:
         if live is not None and factor:
             self._check_factor(function(*(1.0 if value is held else value for value in values)))
         if live is not None and self._holding(result) is not live:
-            live.stream.check_recorded()
+            live.switched_on()
             live.also(result)
         return result
 
@@ -648,8 +663,9 @@ class Depth:
         return OutOfOrder(
             f"the value of trunk '{live.trunk}' was written to in place in block "
             f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore."
-            f"{self.advice}"
+            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore. If only some calls "
+            "do it (`if not x.requires_grad: x += f`), let them go the way of the inputs that the model was rewired "
+            f"with.{self.advice}"
         )
 
     def _check_count(self, live: Live, leaves: bool) -> None:

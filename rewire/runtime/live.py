@@ -84,6 +84,8 @@ class Live:
         qkv: the separate q/k/v inputs of an attention, if it has these.
         apart: whether these inputs have been passed to the projections, or to the module that holds them.
         given: whether a called function has the stream now.
+        called: whether the function was called with a value that its caller had read.
+        unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
     """
 
@@ -97,7 +99,8 @@ class Live:
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
         self.apart = False
-        self.given = False
+        self.given = self.unrecorded = False
+        self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     @property
@@ -124,13 +127,34 @@ class Live:
         same = self.norm is norm and value is self.values[0] and (before is None or writes_to(value) == before)
         return self.normed if same else None
 
+    def switched_on(self) -> bool:
+        """Whether autograd is on, and was off when the stream began.
+
+        Megatron switches it on for its residual adds alone, also in evaluation under `torch.no_grad`. `Depth.leave`
+        checks that it is off again where the function returns.
+
+        Raises:
+            UnsupportedCall: it is off, and was on.
+        """
+        if torch.is_grad_enabled() == self.stream.weights.recorded:
+            return False
+        if self.stream.weights.recorded:
+            self.stream.check_recorded()
+        self.unrecorded = True
+        return True
+
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""
+        # statistics of a mere sum may be computed under no_grad
+        if not isinstance(self.stream.held, Post) and self.switched_on():
+            with torch.no_grad():
+                return self._read(norm)
+        return self._read(norm)
+
+    def _read(self, norm: nn.Module | None) -> Tensor:
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry
         in_post = isinstance(stream.held, Post)
-        if not in_post and torch.is_grad_enabled() != stream.weights.recorded:
-            stream.check_recorded()  # but statistics of a mere sum may be computed under no_grad
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if norm is not None and position == 0 and stream.placement is None:

@@ -25,7 +25,7 @@ from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, materialize, total
-from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, writes_to
+from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, unviewed, writes_to
 
 
 class Weights:
@@ -198,7 +198,7 @@ class Stream(TensorLike):
             return self._out(self.held.qkv), self
         value, states = self._due()
         if not isinstance(value, QKVInputs):
-            value = materialize(value)
+            value = self._no_view(materialize(value))
             if not self.layout.sites[self.position].reads_qkv:
                 return self._out(value), self._read_as(states, value)
             value = QKVInputs(value, value, value, value)
@@ -218,6 +218,7 @@ class Stream(TensorLike):
         again = torch.is_grad_enabled() and self.layout.sites[self.position].norm_again
         alone = functools.partial(norm_again, norm) if again else norm
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
+        value = self._no_view(value)
         return value, normed, self._read_as(states, value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, States]:
@@ -240,6 +241,10 @@ class Stream(TensorLike):
             return QKVInputs(*map(self._restored, (value.q, value.k, value.v, value.residual))), states
         as_it_is = layout.channel_dim == -1 and self.weights.format is None
         return value if as_it_is else self._restored(materialize(value)), states
+
+    def _no_view(self, value: Tensor) -> Tensor:
+        """A read as the model's sums are, no view; the trunk's input stays what it is."""
+        return unviewed(value) if self.position else value
 
     def _restored(self, x: Tensor) -> Tensor:
         """A tensor [..., D] as the model's blocks see it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from comparing import assert_close, evaluate
+from mixing import shaken
 from models import PreNorm, vectors
 from torch import Tensor, nn
-from written_nets import WIDTH, assert_right, written_input, written_net
+from written_nets import BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
 
@@ -85,3 +86,80 @@ def test_a_stream_that_is_returned_twice_is_one_value(topology: str) -> None:
     x = vectors(width=32)
     rewired = rewire.compile(Stages(), topology, example_inputs=(x,))
     assert sum(len(c.layout.units) for c in rewire.connections(rewired).values()) == 8
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "f = self.f(x)\nif f.requires_grad:\n    x = x + f\nelse:\n    x += f\nreturn x + self.g(x)",
+        "x = x + self.f(x)\nf = self.g(x)\nif f.requires_grad:\n    x = x + f\nelse:\n    x += f\nreturn x",
+        "x = x + self.f(x)\nif not x.requires_grad:\n    x.mul_(2)\nx = x.transpose(0, 1)\n"
+        "return (x + self.g(x)).transpose(0, 1)",
+    ],
+)
+def test_writes_in_place_on_another_way_are_not_lost(block: str, topology: str) -> None:
+    """Inference often does so: the skipped add in front of a block's end, or a view, would read the stream anew."""
+    rewired = rewire.compile(written_net(block), topology, example_inputs=(written_input(),))
+    with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=r"written to in place in block 'blocks\.0'"):
+        rewired(written_input())
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "attnres", "hc-dynamic"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "f = self.f(x)\nwith torch.enable_grad():\n    x = x + f\nf = self.g(x)\nwith torch.enable_grad():\n"
+        "    x = x + f\nreturn x",
+        "def add(x, f):\n    return x.float() + f\nf = self.f(x)\nwith torch.enable_grad():\n    x = add(x, f)\n"
+        "f = self.g(x)\nwith torch.enable_grad():\n    x = add(x, f)\nreturn x",
+    ],
+)
+def test_gradients_that_are_switched_on_for_adds_alone(block: str, topology: str) -> None:
+    """Megatron's are, in evaluation, too."""
+    net = written_net(block)
+    rewired = shaken(rewire.compile(net, topology, example_inputs=(written_input(),)), 0.2)
+    x = written_input()
+    expected = rewired(x)
+    with torch.no_grad():
+        result = rewired(x)
+    torch.testing.assert_close(result, expected)
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("block", "body"),
+    [
+        ("return x + self.f(x)", "for n, block in enumerate(self.blocks):\n    with torch.set_grad_enabled(n > on):\n"
+         "        x = block(x)"),
+        ("with torch.set_grad_enabled(x.shape[1] == 3):\n    x = x + self.f(x)\nreturn x + self.g(x)", BODY),
+    ],
+)  # fmt: skip
+def test_gradients_of_a_part_of_the_blocks_are_refused(block: str, body: str) -> None:
+    """Also where no branch has gradients: the connections in front would have none."""
+    net = written_net(block, f"on = -1 if x.shape[1] == 3 else 1\n{body}").requires_grad_(False)
+    rewired = rewire.compile(net, example_inputs=(written_input(),))
+    with pytest.raises(rewire.UnsupportedCall, match="gradients switched"):
+        rewired(torch.randn(2, 4, WIDTH))
+
+
+def test_gradients_that_stay_on_behind_an_add_are_refused() -> None:
+    block = "with torch.enable_grad():\n    x = x + self.f(x)\n    return x + self.g(x)"
+    rewired = rewire.compile(written_net(block), example_inputs=(written_input(),))
+    with torch.no_grad(), pytest.raises(rewire.UnsupportedCall, match="began with gradients switched off"):
+        rewired(written_input())
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["attnres", "hc-dynamic", "hc-static"])
+def test_reads_are_no_views(topology: str) -> None:
+    """As sums are none: Megatron's `make_viewless_tensor` would make something else of a view."""
+    block = "x = x + self.f(x)\nx = x if x._base is None else x.clone()\nx = x + self.g(x)\n"
+    net = written_net(f"{block}return x if x._base is None else x.clone()")
+    rewired = shaken(rewire.compile(net, topology, example_inputs=(written_input(),)), 0.2)
+    x = written_input()
+    expected = rewired(x)
+    with torch.no_grad():
+        torch.testing.assert_close(rewired(x), expected)

@@ -8,9 +8,8 @@ import functools
 import itertools
 from typing import TypeAlias
 
-from torch import nn
-
 from rewire.code.text import is_call_of_one, span_of
+from rewire.conventions import is_joint_attention
 from rewire.errors import EditError, UnsupportedTopology
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
@@ -188,7 +187,7 @@ class _Attention:
         caller, name = _caller(call), self._name(call)
         function = self.sources.plan(caller)
         at = self.sources.span(caller, call) if isinstance(call, Op) else span_of(self._called(call))
-        if isinstance(call, Scope) and call not in self._helpers and isinstance(call.module, nn.MultiheadAttention):
+        if isinstance(call, Scope) and call not in self._helpers and is_joint_attention(call.module):
             edit = Project(at, "qkv")
         else:
             fused = self.projections.fused if name == self.projections.fused_path else None

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from rewire.conventions import FUSED_QKV, QKV, out_features
+from rewire.conventions import FUSED_QKV, QKV, is_joint_attention, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.adds import Add
@@ -204,7 +204,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     weighted = [path for path, child in modules.items() if next(child.parameters(), None) is not None]  # LoRA by hand
     parents = [path for path in modules if path == site.branch or path.startswith(f"{site.branch}.")]
     parents.append(site.branch.rpartition(".")[0])  # if the branch itself is a projection
-    found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
+    found: list[tuple[str, ...]] = [(path,) for path in parents if is_joint_attention(modules.get(path))]
     for parent in parents:
         prefix = f"{parent}." if parent else ""
         for names in QKV:
@@ -228,7 +228,7 @@ def _join(*paths: str) -> str:
 
 def _needs_layout(model: nn.Module, paths: tuple[str, ...]) -> bool:
     """Whether ``paths`` name one fused projection, which can be fed only if the layout of its output is known."""
-    return len(paths) != 3 and not isinstance(_submodule(model, paths[0]), nn.MultiheadAttention)
+    return len(paths) != 3 and not is_joint_attention(_submodule(model, paths[0]))
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module | None:

@@ -115,6 +115,36 @@ def test_multihead_attention() -> None:
     check_reads(Reader(nn.Sequential(Multihead(), Multihead()), (vectors(width=32),)))
 
 
+class OneInput(nn.MultiheadAttention):
+    """ImageBind's."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False, attn_mask=attn_mask)[0]
+
+
+class KeysFirst(nn.MultiheadAttention):
+    def forward(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(query, key, value, need_weights=False)[0]
+
+
+class Multiheads(nn.Module):
+    def __init__(self, cls: type[nn.MultiheadAttention], inputs: int) -> None:
+        super().__init__()
+        self.ln, self.attn, self.inputs = nn.LayerNorm(32), cls(32, 4, batch_first=True), inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln(x)
+        return x + self.attn(*[y] * self.inputs)
+
+
+@pytest.mark.parametrize(("cls", "inputs"), [(OneInput, 1), (KeysFirst, 3)])
+def test_multihead_attention_that_takes_other_arguments(cls: Any, inputs: int) -> None:
+    model = nn.Sequential(Multiheads(cls, inputs), Multiheads(cls, inputs))
+    for validate in (True, False):
+        with pytest.raises(rewire.UnsupportedTopology, match=r"'0\.attn' cannot have separate q/k/v inputs"):
+            rewire.compile(model, Apart(), example_inputs=(vectors(width=32),), validate=validate)
+
+
 def test_the_forward_shows_the_three_reads() -> None:
     rewired = rewire.compile(tiny_model("llama"), Apart())
     block = rewire.source(rewired, "model.layers.1")
