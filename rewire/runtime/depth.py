@@ -457,7 +457,7 @@ class Depth:
         branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
-        if live.switched_on():
+        if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
             with torch.no_grad():
                 live.stream = live.stream.write(*before, *branches)
         else:

@@ -145,16 +145,12 @@ class Live:
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""
-        # statistics of a mere sum may be computed under no_grad
-        if not isinstance(self.stream.held, Post) and self.switched_on():
-            with torch.no_grad():
-                return self._read(norm)
-        return self._read(norm)
-
-    def _read(self, norm: nn.Module | None) -> Tensor:
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry
-        in_post = isinstance(stream.held, Post)
+        in_post = isinstance(stream.held, Post)  # statistics of a mere sum may be computed under no_grad
+        if not in_post and torch.is_grad_enabled() != stream.weights.recorded and self.switched_on():
+            with torch.no_grad():
+                return self.read(norm)
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if norm is not None and position == 0 and stream.placement is None:
