@@ -128,13 +128,9 @@ class Live:
         return self.normed if same else None
 
     def switched_on(self) -> bool:
-        """Whether autograd is on, and was off when the stream began.
+        """Whether autograd is on, and was off when the stream began; the other way round raises UnsupportedCall.
 
-        Megatron switches it on for its residual adds alone, also in evaluation under `torch.no_grad`. `Depth.leave`
-        checks that it is off again where the function returns.
-
-        Raises:
-            UnsupportedCall: it is off, and was on.
+        Megatron switches it on for its adds alone; `Depth.leave` checks that it is off again at the end.
         """
         if torch.is_grad_enabled() == self.stream.weights.recorded:
             return False
@@ -148,10 +144,7 @@ class Live:
         # statistics of a mere sum may be computed under no_grad
         if not isinstance(self.stream.held, Post) and self.switched_on():
             with torch.no_grad():
-                return self._read(norm)
-        return self._read(norm)
-
-    def _read(self, norm: nn.Module | None) -> Tensor:
+                return self.read(norm)
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry
         in_post = isinstance(stream.held, Post)
