@@ -440,6 +440,9 @@ class Depth:
         live, before = self._shortcut(shortcut)
         if live.overwritten:
             raise self._overwritten(live)
+        if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
+            with torch.no_grad():
+                return self._written(shortcut, branches, alpha, site)
         if site is not None and live.stream.position != live.first + site:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes residual add {site} of its own, counted from 0, where the "
@@ -457,11 +460,7 @@ class Depth:
         branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
-        if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
-            with torch.no_grad():
-                live.stream = live.stream.write(*before, *branches)
-        else:
-            live.stream = live.stream.write(*before, *branches)
+        live.stream = live.stream.write(*before, *branches)
         return live
 
     def push(
@@ -556,15 +555,22 @@ class Depth:
         value, live.apart = live.read(), False
         return value
 
-    def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
+    def view(self, function: Callable[..., Any], *values: Any) -> Any:
         """``function(*values)``, which reshapes one of them; if it is a stream's value, all its states are reshaped."""
         live, held = self._held(values)
+        whole = function(*values)
         if live is None or live.stream.complete:  # after the last add, only the output is reshaped
-            return function(*values)
+            return whole
         if live.overwritten:
             raise self._overwritten(live)
-        live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
-        return live.read()
+
+        def view(x: Tensor) -> Tensor:
+            (only,) = tensors_and_streams(function(*(x if value is held else value for value in values)))
+            return self._tensor(only)
+
+        live.stream = live.stream.viewed(view)
+        value = live.read()
+        return with_item(whole, None, None, lambda _: value)
 
     def copy(self, function: Callable[..., Any], *values: Any, factor: bool = False) -> Any:
         """``function(*values)``, a cast or clone: if one of them is a stream's value, so is the result.
@@ -685,8 +691,9 @@ class Depth:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
-                f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds."
-                f"{clamped}{self.advice}"
+                f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds: in this call it "
+                "makes something else of it, or adds in another way (`f.add_(x)` without gradients, say), than when it "
+                f"was rewired.{clamped}{self.advice}"
             )
 
 

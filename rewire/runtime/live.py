@@ -128,13 +128,9 @@ class Live:
         return self.normed if same else None
 
     def switched_on(self) -> bool:
-        """Whether autograd is on, and was off when the stream began.
+        """Whether autograd is on, and was off when the stream began; the other way round raises UnsupportedCall.
 
-        Megatron switches it on for its residual adds alone, also in evaluation under `torch.no_grad`. `Depth.leave`
-        checks that it is off again where the function returns.
-
-        Raises:
-            UnsupportedCall: it is off, and was on.
+        Megatron switches it on for its adds alone; `Depth.leave` checks that it is off again at the end.
         """
         if torch.is_grad_enabled() == self.stream.weights.recorded:
             return False

@@ -198,7 +198,8 @@ class Stream(TensorLike):
             return self._out(self.held.qkv), self
         value, states = self._due()
         if not isinstance(value, QKVInputs):
-            value = self._no_view(materialize(value))
+            value = materialize(value)
+            value = unviewed(value) if self.position else value  # as the model's sums
             if not self.layout.sites[self.position].reads_qkv:
                 return self._out(value), self._read_as(states, value)
             value = QKVInputs(value, value, value, value)
@@ -218,7 +219,7 @@ class Stream(TensorLike):
         again = torch.is_grad_enabled() and self.layout.sites[self.position].norm_again
         alone = functools.partial(norm_again, norm) if again else norm
         value, normed = due.normed(norm, alone) if isinstance(due, Mix) else (due, alone(due))
-        value = self._no_view(value)
+        value = unviewed(value) if self.position else value
         return value, normed, self._read_as(states, value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, States]:
@@ -241,10 +242,6 @@ class Stream(TensorLike):
             return QKVInputs(*map(self._restored, (value.q, value.k, value.v, value.residual))), states
         as_it_is = layout.channel_dim == -1 and self.weights.format is None
         return value if as_it_is else self._restored(materialize(value)), states
-
-    def _no_view(self, value: Tensor) -> Tensor:
-        """A read as the model's sums are, no view; the trunk's input stays what it is."""
-        return unviewed(value) if self.position else value
 
     def _restored(self, x: Tensor) -> Tensor:
         """A tensor [..., D] as the model's blocks see it."""

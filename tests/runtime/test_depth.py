@@ -163,3 +163,11 @@ def test_reads_are_no_views(topology: str) -> None:
     expected = rewired(x)
     with torch.no_grad():
         torch.testing.assert_close(rewired(x), expected)
+
+
+def test_a_view_in_a_list() -> None:
+    block = (
+        "import einops\nx, shapes = einops.pack([x], '* d')\nx = x + self.f(x)\n"
+        "x, = einops.unpack(x, shapes, '* d')\nreturn x + self.g(x)"
+    )
+    assert_right(written_net(block), 6)
