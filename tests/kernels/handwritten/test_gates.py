@@ -70,7 +70,7 @@ def test_without_kernels_it_is_the_formula() -> None:
 
 
 ALL = [*(Gating(n) for n in (1, 2, 3, 4, 8))]
-ALL += [Gating(n, iterations, eps, 2.0) for n in (2, 3, 4, 8) for iterations in (1, 2, 20) for eps in (0.0, 1e-6)]
+ALL += [Gating(n, iterations, eps, 2.0) for n in (2, 3, 4, 8) for iterations, eps in ((1, 0.0), (2, 1e-6), (20, 1e-6))]
 
 
 class TestByKernels:
