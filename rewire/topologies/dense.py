@@ -168,7 +168,8 @@ class _Dense(Topology[W]):
         """The numbers i of the ``x_i`` that read t mixes; for increments, a sequence of the same length."""
         if self.few:
             return self.wired(dims)[t]
-        return [min(n * self.group, t - 1) for n in range(count(t, self.group))]
+        size = self.group
+        return [*range(t)] if size == 1 else [min(n * size, t - 1) for n in range(count(t, size))]
 
     def sizes(self, dims: Dims) -> list[int]:
         """For each read that has weights, its number of sources."""
