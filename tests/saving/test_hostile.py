@@ -83,7 +83,7 @@ def written(folder: Path, recipe: Any, state: dict[str, torch.Tensor]) -> None:
     (folder / saving.RECIPE).write_text(json.dumps(recipe))
 
 
-def refused(work: Callable[[], Any], most: int = 5) -> str:
+def refused(work: Callable[[], Any], most: int = 10) -> str:
     """Why it is refused, in a few seconds of processor time; or nothing."""
     begun = time.process_time()
     try:
