@@ -36,8 +36,9 @@ notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
 test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal
 
-slow: env  ## run the tests that take long: kernels in Triton's interpreter, compiled and distributed models
-	$(DEV)/bin/pytest -n $(JOBS) -m slow
+SHARE ?= 1
+slow: env  ## run the tests that take long; with SHARE=3, a third of the cases of each, another one for each commit
+	TESTS_SHARE=$(SHARE) TESTS_PART=$$(git rev-list --count HEAD || echo 0) $(DEV)/bin/pytest -n $(JOBS) -m slow
 
 lint: env  ## check style and types
 	$(DEV)/bin/ruff check

@@ -45,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for place, case in zip(itertools.product(*map(range, sizes)), cases, strict=True):
                 if any(i != place[sizes.index(max(sizes))] % n for i, n in zip(place, sizes, strict=True)):
                     case.add_marker(pytest.mark.slow)
+    items[:] = _shared(items, int(os.environ.get("TESTS_SHARE", "1")), int(os.environ.get("TESTS_PART", "0")))
+
+
+def _shared(items: list[pytest.Item], share: int, part: int) -> list[pytest.Item]:
+    """Without all but one of ``share`` slow cases of each test that has more than so many: which, ``part`` says."""
+    left_out = set[pytest.Item]()
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = [case for case in group if case.get_closest_marker("slow")]
+        if len(cases) > share:
+            left_out.update(case for n, case in enumerate(cases) if (n - part) % share)
+    return [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
