@@ -134,7 +134,7 @@ PER_TOKEN = ["grn-v3", "dca", "attnres", "muddformer", "hc-dynamic", "mhc"]
     ("backend", "key"),
     [
         *(("aot_eager", key) for key in (*STATIC, *PER_TOKEN)),
-        *(("inductor", key) for key in ("ancre-groups", "grn-v3", "mhc")),
+        *(("inductor", key) for key in ("ancre-groups", "grn-v2", "grn-v3", "attnres", "mhc")),
     ],
 )
 def test_compiled_blocks_train_as_they_do_eagerly(backend: str, key: str) -> None:

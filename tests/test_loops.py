@@ -351,13 +351,8 @@ def test_gradients_that_are_switched_off_in_a_loop_that_had_them() -> None:
         rewired(x, passes=2, no_grad=1)
 
 
-@pytest.mark.parametrize(
-    ("cls", "compiled"),
-    [
-        *((cls, False) for cls in (Recurrent, Whole, Normed, Inline, Placed, Prelude)),
-        *(pytest.param(cls, True, marks=pytest.mark.slow) for cls in (Inline, Prelude)),
-    ],
-)
+@pytest.mark.parametrize("cls", [Recurrent, Whole, Normed, Inline, Placed, Prelude])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_stream_that_goes_on_runs_as_many_passes_as_were_seen(cls: Any, compiled: bool) -> None:
     model, x = made(cls)
     (trunk,) = rewire.inspect(model, (x,)).trunks
@@ -398,7 +393,7 @@ def test_checkpointed_passes(cls: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Recurrent, Raven, Hierarchical])
+@pytest.mark.parametrize("cls", [Recurrent, Summed, Raven, Hierarchical, Tiny])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 def test_compiled_whole(cls: Any) -> None:
     model, x = made(cls)

@@ -72,6 +72,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
     "resnet": (lambda: tiny_model("resnet"), (images(size=32),), {}, "ancre-ingoing"),
     "three projections": (lambda: tiny_model("llama"), (token_ids(),), {"use_cache": False}, "muddformer"),
     "one for all, addmm": (lambda: tiny_model("gpt2"), (token_ids(),), {"use_cache": False}, "dca"),
+    "one for all, reshaped": (lambda: timm_model("vit_tiny_patch16_224", **VIT), (images(size=32),), {}, "dca"),
     "nn.MultiheadAttention": (lambda: Stack(WithMultihead), (vectors(),), {}, "dca"),
 }
 

@@ -109,14 +109,14 @@ def test_rewired_models(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize(("name", "options"), [SCHEMES[3]], ids=str)
+@pytest.mark.parametrize(("name", "options"), [SCHEMES[0], SCHEMES[3], SCHEMES[7]], ids=str)
 def test_compiled_models(name: str, options: dict[str, Any]) -> None:
     check_outputs(name, options, compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize(("name", "options"), SCHEMES[::2], ids=str)
+@pytest.mark.parametrize(("name", "options"), SCHEMES, ids=str)
 def test_graphs_that_the_backend_rewires(name: str, options: dict[str, Any]) -> None:
     report = check(name, by_backend(name, options), dtypes=[torch.float32], **options)
     assert not [one for one in report.differences if not one.what.startswith("reads")], str(report)

@@ -29,7 +29,7 @@ def test_a_random_net_that_is_not_validated_is_right_or_refused(net: Net, folder
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(net=nets())
 def test_many_random_nets_are_right_or_refused(net: Net, folder: Path) -> None:
     check(net, folder)
