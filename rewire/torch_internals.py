@@ -367,6 +367,18 @@ def in_higher_order() -> bool:
         return False
 
 
+def while_traced(function: Callable[[Tensor], None], value: Tensor) -> None:
+    """While torch.compile traces: call a function at once, with the fake tensor that stands for ``value``."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_called_while_traced)
+
+
+def _called_while_traced(context: Any) -> None:
+    function, value = context.get_local("function"), context.get_local("value")
+    function.as_python_constant()(value.as_fake())
+
+
 def running_ddp() -> Any:
     """The DistributedDataParallel whose forward is running; None if none is, or that cannot be told."""
     from torch.nn.parallel import DistributedDataParallel

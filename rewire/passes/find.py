@@ -25,6 +25,7 @@ from rewire.passes.finding.channels import are_turned, channels_of
 from rewire.passes.finding.cuts import why_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
+from rewire.passes.finding.frames import of_library
 from rewire.passes.finding.names import named
 from rewire.passes.finding.projections import kind_by_use
 from rewire.passes.finding.record import record
@@ -40,6 +41,7 @@ NOT_RUN = (
     "trunk is refused"
 )
 TRAINING_ONLY = "it is a residual stream in training mode only: streams of evaluation mode are connected"
+_ASKS = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad"})
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -95,14 +97,16 @@ class Found:
     Attributes:
         evaluation: from a run in evaluation mode, or from a trace. Its trunks are the model's.
         training: from a run in training mode, if there was one.
+        inference: from a run in evaluation mode without gradients, if the model makes its adds elsewhere in it.
     """
 
     evaluation: Finding
     training: Finding | None = None
+    inference: Finding | None = None
 
     @property
     def findings(self) -> list[Finding]:
-        return [self.evaluation] if self.training is None else [self.evaluation, self.training]
+        return [finding for finding in (self.evaluation, self.training, self.inference) if finding is not None]
 
     @property
     def trunks(self) -> dict[str, Trunk]:
@@ -242,11 +246,13 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
             finding.leave(name, reason)
     found = Found(*findings)
     if found.training is not None:
-        _match_names(found.evaluation, found.training)
+        found.evaluation.left += _match_names(found.evaluation, found.training)
         _agree(found.evaluation, found.training)
         for name, trunk in found.training.trunks.items():
             ran = collections.Counter(site.name for site in trunk.sites)
             found.drop(site for site in found.trunks[name].sites if not _take_one(ran, site.name))
+    if any(_asks_for_gradients(finding.flow) for finding in findings):
+        found = dataclasses.replace(found, inference=_in_inference(prepared, found.evaluation, device, restart))
     flows = [finding.flow for finding in findings]
     guesses = dict.fromkeys(flow.guessed for flow in flows if flow.guessed)
     found.evaluation.left += guesses
@@ -258,7 +264,33 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     return found
 
 
-def _flow(prepared: Prepared, device: str | None, training: bool, unfrozen: bool = False) -> Flow:
+def _asks_for_gradients(flow: Flow) -> bool:
+    """Whether code of the model asks if gradients are recorded, and may take another way without."""
+    codes = {call.code for call in flow.calls if call.code is not None} | {op.place[0] for op in flow if op.place}
+    return any(not _ASKS.isdisjoint(code.co_names) for code in codes if not of_library(code))
+
+
+def _in_inference(prepared: Prepared, evaluation: Finding, device: str | None, restart: bool) -> Finding | None:
+    """Search a run in evaluation mode without gradients; None if the adds are those of the run with gradients."""
+    try:
+        flow = _flow(prepared, device, training=False, gradients=False)
+    except RewireError:
+        raise
+    except Exception as error:
+        log.info("%s does not run without gradients: %s", prepared.name, error)
+        return None
+    with seeded(0, flow.model):
+        finding = finding_in(flow, prepared.patterns, restart)
+    flow.tensors = []
+    _match_names(evaluation, finding)
+    chains = evaluation.chains
+    same = all(name in finding.chains and _same_code(chain, finding.chains[name]) for name, chain in chains.items())
+    return None if same else finding
+
+
+def _flow(
+    prepared: Prepared, device: str | None, training: bool, unfrozen: bool = False, gradients: bool = True
+) -> Flow:
     """Record a run of a copy; ``unfrozen``: with gradients of all weights, which show what hidden code has read."""
     assert prepared.inputs is not None
     looked_at = private(prepared.model, device)
@@ -273,7 +305,7 @@ def _flow(prepared: Prepared, device: str | None, training: bool, unfrozen: bool
     for weight in differentiable:
         weight.requires_grad_()
     noting = noting_writes(prepared.model, looked_at)
-    with seeded(0, looked_at), torch.enable_grad(), noting:
+    with seeded(0, looked_at), torch.set_grad_enabled(gradients), noting:
         flow = record(looked_at, own_inputs(prepared.inputs, device))
     for weight in differentiable:
         weight.requires_grad_(False)
@@ -301,12 +333,15 @@ def _inputs_in_words(prepared: Prepared) -> str:
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 
-def _match_names(evaluation: Finding, training: Finding) -> None:
-    """Name the trunks of training mode like those of evaluation mode that have the same blocks.
+def _match_names(evaluation: Finding, training: Finding) -> list[LeftAlone]:
+    """Name the trunks of another run like those of evaluation mode that have the same blocks.
 
-    Blocks may be left out by chance in training. A trunk without a counterpart in evaluation mode is left alone.
+    Blocks may be left out by chance in training.
+
+    Returns:
+        The trunks without a counterpart in evaluation mode, which are left alone.
     """
-    trunks, chains = training.trunks, training.chains
+    trunks, chains, left = training.trunks, training.chains, list[LeftAlone]()
     training.trunks, training.chains = {}, {}
     blocks = {name: collections.Counter(s.block for s in trunk.sites) for name, trunk in evaluation.trunks.items()}
     for own, trunk in sorted(trunks.items(), key=lambda item: -len(item[1].sites)):
@@ -316,9 +351,10 @@ def _match_names(evaluation: Finding, training: Finding) -> None:
         name = min(free, key=lambda name: (blocks[name].total(), -alike[name]), default=None)
         if name is None:
             place = written_at(chains[own].adds[0].op.place)
-            evaluation.left.append(LeftAlone(own, TRAINING_ONLY, *place))
+            left.append(LeftAlone(own, TRAINING_ONLY, *place))
             continue
         training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
+    return left
 
 
 def _take_one(counts: collections.Counter[str], name: str) -> bool:

@@ -38,6 +38,8 @@ SETTINGS = (
     Setting("training mode, perturbed weights", training=True, perturbed=True),
 )
 
+#: Setting for models that make their adds elsewhere if no gradients are recorded.
+INFERENCE = Setting("evaluation mode without gradients, perturbed weights", gradients=False, perturbed=True)
 
 #: Settings in which learned connections have to equal the original, at a preserving start.
 STARTS = (
@@ -52,6 +54,7 @@ STARTS = (
 
 #: Setting in which learned connections have to follow their formulas, and differ from the plain network.
 MOVED = Setting("evaluation mode, perturbed weights, connection weights that have moved", perturbed=True, moved=True)
+MOVED_INFERENCE = dataclasses.replace(MOVED, name=f"{MOVED.name}, without gradients", gradients=False)
 
 _LOW = (torch.bfloat16, torch.float16)
 _ROUNDED = (torch.float64, torch.float32, *_LOW)
@@ -110,7 +113,8 @@ def check(
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # a copy starts equal to its norm, but the gradient is only known for the norm
-    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else ())
+    settings = SETTINGS if found.inference is None else (*SETTINGS, INFERENCE)
+    compare_both(name, model, rewired, inputs, settings, STARTS if start == "preserve" else ())
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
     for trunk, site in _run_by_chance(rewired, inputs, trained):
         found.drop([found.trunks[trunk].sites[site]])
@@ -180,6 +184,8 @@ def compare_moved(
                 _compare_in(exact, _Reference(original, inputs), rewired, done)
             if not done.settings:
                 _compare_in(MOVED, _Reference(original, inputs), rewired, done)
+            if found.inference is not None:
+                _compare_in(MOVED_INFERENCE, _Reference(original, inputs), rewired, done)
         except ValidationMismatch:
             why = _kept_between(found, rewired) or _misled(found, rewired, inputs, patterns)
             if not why:
@@ -331,6 +337,10 @@ def _compare_in(setting: Setting, reference: _Reference, rewired: nn.Module, don
         return  # with perturbed weights, or in this mode, there are no finite outputs
     try:
         actual = run(setting, rewired, given, values, dict(expected.gradients))
+    except OutOfOrder as error:
+        if setting.gradients:
+            raise
+        raise OutOfOrder(f"in {setting.name}, the model takes another way: {error}") from error
     except RewireError:
         raise
     except Exception as error:

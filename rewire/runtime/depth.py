@@ -33,6 +33,7 @@ from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.writes import REMEDY, counting, uncounted
 from rewire.torch_internals import viewed
 
 _CLAMPED = (
@@ -440,6 +441,9 @@ class Depth:
         live, before = self._shortcut(shortcut)
         if live.overwritten:
             raise self._overwritten(live)
+        if uncounted():
+            with counting():
+                return self._written(shortcut, branches, alpha, site)
         if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
             with torch.no_grad():
                 return self._written(shortcut, branches, alpha, site)
@@ -669,9 +673,7 @@ class Depth:
         return OutOfOrder(
             f"the value of trunk '{live.trunk}' was written to in place in block "
             f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-            "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore. If only some calls "
-            "do it (`if not x.requires_grad: x += f`), let them go the way of the inputs that the model was rewired "
-            f"with.{self.advice}"
+            f"read would not change with it. {REMEDY}{self.advice}"
         )
 
     def _check_count(self, live: Live, leaves: bool) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Post, Reading, Stream, version
+from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.writes import counted, counting, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
-from rewire.torch_internals import writes_to
 
 
 @dataclasses.dataclass
@@ -110,8 +110,7 @@ class Live:
         if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
             matters = held.reading is not None and held.sum is held.reading.parts[0]
         for value, (before, recorded) in zip(self.values, self.before, strict=True):
-            written = matters and before is not None and writes_to(value) != before
-            if written or (recorded and not value.requires_grad):
+            if (matters and is_written(value, before)) or (recorded and not value.requires_grad):
                 return True
             matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
         return False
@@ -119,12 +118,12 @@ class Live:
     def also(self, value: Tensor) -> None:
         """Add a cast or clone of the value to the tensors that stand for it."""
         self.values.append(value)
-        self.before.append((version(value), value.requires_grad))
+        self.before.append((noted(value), value.requires_grad))
 
     def normed_by(self, norm: Any, value: Any) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
         before = self.before[0][0]
-        same = self.norm is norm and value is self.values[0] and (before is None or writes_to(value) == before)
+        same = self.norm is norm and value is self.values[0] and (before is None or not is_written(value, before))
         return self.normed if same else None
 
     def switched_on(self) -> bool:
@@ -141,6 +140,9 @@ class Live:
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""
+        if uncounted():
+            with counting():
+                return self.read(norm)
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry
         in_post = isinstance(stream.held, Post)  # statistics of a mere sum may be computed under no_grad
@@ -167,5 +169,6 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.before = [value], [(version(value), value.requires_grad)]
+        value = counted(value)
+        self.values, self.before = [value], [(noted(value), value.requires_grad)]
         return value

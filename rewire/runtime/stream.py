@@ -24,8 +24,9 @@ from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
+from rewire.runtime.writes import counted, is_written, noted
 from rewire.topologies.base import QKVInputs, States, materialize, total
-from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, unviewed, writes_to
+from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, unviewed
 
 
 class Weights:
@@ -281,9 +282,9 @@ class Stream(TensorLike):
         return self._out(self.template.new_full((), torch.nan).expand(self.template.shape))
 
     def lent(self) -> Tensor:
-        value = self.value()
+        value = counted(self.value())
         if not torch.compiler.is_compiling():
-            self.weights.loans.append((value, version(value)))
+            self.weights.loans.append((value, noted(value)))
         return value
 
     def check_loans(self) -> None:
@@ -295,7 +296,7 @@ class Stream(TensorLike):
         if self.weights.loans:
             loans = [] if torch.compiler.is_compiling() else self.weights.loans
             self.weights.loans = []
-            if any(before is not None and writes_to(value) != before for value, before in loans):
+            if any(is_written(value, before) for value, before in loans):
                 raise self.written_to("through a view")
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
@@ -585,11 +586,6 @@ def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:
         return None if channel_dim == -1 else torch.contiguous_format
     last = (format for format, dims in _DIMS.items() if dims == x.dim() and x.is_contiguous(memory_format=format))
     return next(last, None)
-
-
-def version(value: Tensor) -> int | None:
-    """A tensor's version counter; None if writes to it are not counted."""
-    return None if torch.compiler.is_dynamo_compiling() or value.is_inference() else writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

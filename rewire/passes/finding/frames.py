@@ -17,14 +17,14 @@ from rewire.code.functions import forward_of, undecorated
 from rewire.code.text import holds
 from rewire.passes.finding.flow import Place, Scope, kind_of
 
-#: Folders whose frames are not the user's: torch's and this package's.
+#: Folders whose code is not the user's: torch's and this package's.
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _CHECKPOINTS = torch.utils.checkpoint.__file__
 
 
-def of_library(frame: FrameType) -> bool:
-    """Whether a frame is torch's or this package's."""
-    return frame.f_code.co_filename.startswith(_LIBRARY)
+def of_library(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_LIBRARY)
 
 
 def _at(frame: FrameType) -> int:
@@ -70,7 +70,7 @@ class Frames:
         frames: list[FrameType] = []
         again: set[FrameType] = set()  # frames that a checkpoint runs
         while frame is not None and frame.f_code is not scope.code and scope.code is not None:
-            if not of_library(frame) or _is_method(scope, frame.f_code):
+            if not of_library(frame.f_code) or _is_method(scope, frame.f_code):
                 frames.append(frame)
             elif frame.f_code.co_filename == _CHECKPOINTS:
                 again.update(frames[-1:])

@@ -34,7 +34,7 @@ def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Map
     """
     memory = storage(tensor)
     while frame is not None and frame.f_code is not until:
-        if not of_library(frame):
+        if not of_library(frame.f_code):
             for name, value in frame.f_locals.items():
                 held = next((t for t in _tensors(value) if storage(t) == memory), None)
                 if held is not None and reads(frame.f_code, frame.f_lasti, name):

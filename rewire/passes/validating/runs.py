@@ -35,6 +35,7 @@ class Setting:
     Attributes:
         name: in words.
         training: in training mode.
+        gradients: whether autograd records them; if not, outputs alone are compared.
         perturbed: with weights that are not the model's own.
         moved: with connection weights that have moved from their start; the original is wired accordingly (`wired`).
         strided: with inputs that are not contiguous, if the original accepts them.
@@ -45,6 +46,7 @@ class Setting:
 
     name: str
     training: bool = False
+    gradients: bool = True
     perturbed: bool = False
     moved: bool = False
     strided: bool = False
@@ -105,7 +107,11 @@ def run(
         expected: gradients to compare with; see `Run`.
     """
     result = Run(expected=expected, within=setting.within)
-    with _copied(setting, model, values) as bench, _gradients_to(result, bench) as trained, torch.enable_grad():
+    with (
+        _copied(setting, model, values) as bench,
+        _gradients_to(result, bench) as trained,
+        torch.set_grad_enabled(setting.gradients),
+    ):
         with seeded(0, bench):
             args, kwargs = _given(setting, inputs)
             outputs = [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point() or t.is_complex()]
@@ -198,7 +204,7 @@ def block_outputs(
         for path, module in bench.named_modules():
             if children_of(module):
                 module.register_forward_hook(record(path))
-        with torch.enable_grad(), seeded(0, bench):
+        with torch.set_grad_enabled(setting.gradients), seeded(0, bench):
             args, kwargs = _given(setting, inputs)
             bench(*args, **kwargs)
     return blocks

@@ -54,11 +54,15 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
         assert connection.trunk is not None
         register(model, connection.trunk, copy.deepcopy(connection))
     layouts = {name: connection.layout for name, connection in connections(rewired).items()}
-    scripts = [_Script(finding, layouts, patterns) for finding in found.findings]
+    evaluation = _Script(found.evaluation, layouts, patterns)
+    training, inference = (
+        evaluation if finding is None else _Script(finding, layouts, patterns)
+        for finding in (found.training, found.inference)
+    )
     cls = type(model)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wiring = _Wiring(self, scripts[self.training and len(scripts) > 1])
+        wiring = _Wiring(self, training if self.training else evaluation if torch.is_grad_enabled() else inference)
         with wiring.open, wiring.running():
             result = cls.__call__(self, *args, **kwargs)
         wiring.check()

@@ -1,0 +1,69 @@
+"""Models that make their residual adds elsewhere in the code if no gradients are recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixing import shaken
+from torch import nn
+from written_nets import WIDTH, written_input, written_net
+
+import rewire
+
+BLOCKS = [
+    "f = self.f(x)\nif torch.is_grad_enabled():\n    x = x + f\nelse:\n    x += f\nreturn x + self.g(x)",
+    "f = self.f(x)\nx = x + f if x.requires_grad else f.add_(x)\ng = self.g(x)\n"
+    "return x + g if torch.is_grad_enabled() else g.add_(x)",
+    "x = x + self.f(x)\nif not torch.is_grad_enabled():\n    return x.add_(self.g(x))\nreturn x + self.g(x)",
+    # as Megatron-LM adds, and in a function inside the forward
+    "def add(x, f):\n    if self.training or f.requires_grad:\n        return x + f\n    f.add_(x)\n    return f\n"
+    "x = add(x, self.f(x))\nreturn add(x, self.g(x))",
+]
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic", "muddformer"])
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_learned_is_computed_without_gradients_too(block: str, validate: bool, topology: str) -> None:
+    net, x = written_net(block), written_input()
+    rewired = shaken(rewire.compile(net, topology, example_inputs=(x,), validate=validate), 0.2)
+    expected = rewired(x)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(rewired(x), expected.detach())
+    torch.testing.assert_close(rewired.eval()(x), expected)
+
+
+def test_another_function_without_gradients_is_compared() -> None:
+    """It is connected by the same weights, of what the branches return there."""
+    net = written_net("f = self.f(x)\nx = x + f if torch.is_grad_enabled() else x + 0.5 * f\nreturn x + self.g(x)")
+    x = written_input()
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+    with torch.no_grad():
+        torch.testing.assert_close(rewired(x), net(x))
+
+
+def test_a_way_that_cannot_be_connected_is_told_when_the_model_is_rewired() -> None:
+    net = written_net("f = self.f(x)\nx = x + f if torch.is_grad_enabled() else x - f\nreturn x + self.g(x)")
+    with pytest.raises(rewire.OutOfOrder, match=r"in evaluation mode without gradients.*another way.*written_\w+\.py:"):
+        rewire.compile(net, example_inputs=(written_input(),))
+
+
+class Dropped(nn.Module):
+    """A stack that leaves out its last blocks if no gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = written_net(body="for block in self.blocks[: 3 if torch.is_grad_enabled() else 2]:\n    x = block(x)")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.net(x)
+        return result
+
+
+def test_fewer_blocks_without_gradients() -> None:
+    net, x = Dropped(), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+    with torch.no_grad():
+        torch.testing.assert_close(rewired(x), net(x))
