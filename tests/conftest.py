@@ -45,10 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for place, case in zip(itertools.product(*map(range, sizes)), cases, strict=True):
                 if any(i != place[sizes.index(max(sizes))] % n for i, n in zip(place, sizes, strict=True)):
                     case.add_marker(pytest.mark.slow)
-    items[:] = _shared(items, int(os.environ.get("TESTS_SHARE", "1")), int(os.environ.get("TESTS_PART", "0")))
+    items[:] = shared(items, int(os.environ.get("TESTS_SHARE", "1")), int(os.environ.get("TESTS_PART", "0")))
 
 
-def _shared(items: list[pytest.Item], share: int, part: int) -> list[pytest.Item]:
+def shared(items: list[pytest.Item], share: int, part: int) -> list[pytest.Item]:
     """One in ``share`` slow cases of each test that has at least so many, and all others: which, ``part`` says."""
     left_out = set[pytest.Item]()
     for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
