@@ -41,7 +41,7 @@ def why_cut(flow: Flow, adds: Sequence[Add]) -> str:
 
 def are_cut(flow: Flow, add: Add, following: Add) -> bool:
     """Whether gradients of one residual add do not reach the one before it, or only one of them has any."""
-    if add.op.recorded != following.op.recorded:
+    if len({op.recorded for op in (add.op, *add.inner, following.op, *following.inner)}) > 1:
         return True
     if not flow.tensors:  # a trace
         return False

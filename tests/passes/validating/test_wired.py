@@ -204,6 +204,13 @@ def test_a_stream_whose_gradients_are_cut_is_left_alone(net, validate):
         rewire.compile(net(), "ancre-ingoing", example_inputs=(X,), validate=validate)
 
 
+def test_a_cut_between_the_branches_of_one_sum_is_told():
+    """It was counted as one residual add with two parallel branches."""
+    net = written_net("def add(x):\n    with torch.no_grad():\n        return x + self.f(x)\nreturn add(x) + self.g(x)")
+    with pytest.raises(rewire.NoResidualAdds, match="gradients do not pass"):
+        rewire.compile(net, example_inputs=(written_input(),))
+
+
 def test_a_cut_that_no_run_showed_is_refused_when_it_runs():
     class Later(Net):
         cut = False
