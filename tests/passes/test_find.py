@@ -338,3 +338,11 @@ def test_a_trace_sees_what_is_added_to_a_branch_in_place(branch: str) -> None:
     rewired = rewire.compile(net, "ancre-ingoing", validate=False)
     given = (written_input(),)
     assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)
+
+
+def test_a_trace_of_a_write_to_an_attribute_is_given_up() -> None:
+    """As RWKV does to the scales of quantised weights; it raised AttributeError."""
+    net = written_net("h = self.f(x)\nh.mT.mul_(1.0)\nx = x + h\nreturn x + self.g(x)")
+    with pytest.raises(rewire.NoResidualAdds):
+        rewire.compile(net, validate=False)
+    assert [len(trunk.sites) for trunk in rewire.inspect(net, written_input()).trunks] == [6]

@@ -233,6 +233,8 @@ class _Follower(fx.Tracer):
         made = super().create_proxy(kind, target, args, kwargs, *more, **named)
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         called = kind in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+        if called and args and isinstance(args[0], fx.proxy.Attribute):
+            raise fx.proxy.TraceError(f"'{name}' writes to an attribute, which each access reads anew")
         if called and args and isinstance(args[0], fx.Proxy):
             self.written.append((made.node, args[0], args[0].node))
             args[0].node = made.node
