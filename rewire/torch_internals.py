@@ -354,6 +354,12 @@ def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 @_constant
+def in_traced_transform() -> bool:
+    """While torch.compile traces: whether a transform of torch.func or forward-mode AD runs in what it traces."""
+    return in_transform()
+
+
+@_constant
 def in_higher_order() -> bool:
     """Whether torch.compile is tracing the inside of a higher-order operator, such as a checkpoint.
 
