@@ -15,6 +15,7 @@ from rewire.runtime.connection import Connection
 from rewire.runtime.stream import Post, Reading, Stream
 from rewire.runtime.writes import counted, counting, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
+from rewire.torch_internals import only_inlined
 
 
 @dataclasses.dataclass
@@ -87,6 +88,7 @@ class Live:
         called: whether the function was called with a value that its caller had read.
         unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
+        parallel: these sums and branches, each with its version counter when the sum was made.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
@@ -102,23 +104,34 @@ class Live:
         self.given = self.unrecorded = False
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self.parallel: list[tuple[Tensor, int | None]] = []
 
     @property
     def overwritten(self) -> bool:
         """Whether the value was written to or detached in place after it was read."""
-        held, matters = self.stream.held, True
-        if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
-            matters = held.reading is not None and held.sum is held.reading.parts[0]
         for value, (before, recorded) in zip(self.values, self.before, strict=True):
-            if (matters and is_written(value, before)) or (recorded and not value.requires_grad):
+            if (self._matters(value) and is_written(value, before)) or (recorded and not value.requires_grad):
                 return True
-            matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
-        return False
+        return any(is_written(part, before) for part, before in self.parallel)
+
+    def _matters(self, value: Tensor) -> bool:
+        """Whether writes to a value would be lost: not to an output, nor to a sum that is the model's own.
+
+        A sum of which the model makes the next state, or a copy of it, is the model's own, unless the next branch reads
+        it, too.
+        """
+        held = self.stream.held
+        if not isinstance(held, Post):
+            return not self.stream.complete
+        return held.reading is not None and held.sum is held.reading.parts[0] and value is self.values[0]
+
+    def _noted(self, value: Tensor) -> tuple[int | None, bool]:
+        return noted(value) if self._matters(value) else None, value.requires_grad
 
     def also(self, value: Tensor) -> None:
         """Add a cast or clone of the value to the tensors that stand for it."""
         self.values.append(value)
-        self.before.append((noted(value), value.requires_grad))
+        self.before.append(self._noted(value))
 
     def normed_by(self, norm: Any, value: Any) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
@@ -150,7 +163,7 @@ class Live:
             with torch.no_grad():
                 return self.read(norm)
         self.norm = self.normed = self.qkv = None
-        self.parts = []
+        self.parts, self.parallel = [], []
         if norm is not None and position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
         if in_post:
@@ -169,6 +182,10 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
-        value = counted(value)
-        self.values, self.before = [value], [(noted(value), value.requires_grad)]
+        value = value if in_post else counted(value)  # the model's own operations have made such a sum
+        self.values = [value]
+        self.before = [self._noted(value)]
         return value
+
+
+only_inlined(Live)  # so that writes are counted behind a graph break
