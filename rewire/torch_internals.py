@@ -155,11 +155,21 @@ def writes_within(tensor: Tensor) -> int | None:
 
     None for inference tensors.
     """
-    count = None if tensor.is_inference() else writes_to(tensor)
-    if count is None or not under_functorch() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return count
-    within = writes_within(torch._C._functorch.get_unwrapped(tensor))
-    return None if within is None else count + within
+    if tensor.is_inference():
+        return None
+    if _transforms_active is not None and not _transforms_active():
+        return tensor._version
+    inner = unwrapped_once(tensor)
+    within = 0 if inner is tensor else writes_within(inner)
+    return None if within is None else within + tensor._version
+
+
+def unwrapped_once(tensor: Tensor) -> Tensor:
+    """The tensor that the innermost transform of torch.func has wrapped; others as they are."""
+    if not under_functorch() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor
+    inner: Tensor = torch._C._functorch.get_unwrapped(tensor)
+    return inner
 
 
 def viewed(tensor: Tensor) -> Tensor | None:

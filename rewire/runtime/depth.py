@@ -473,13 +473,15 @@ class Depth:
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
         branches = _scaled(branches, alpha)
-        if live.stream.takes_branches:
+        keeps = live.stream.takes_branches
+        if keeps:
+            live.stream.check_kept()
             branches = tuple(map(counted, branches))
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
-        live.stream.check_kept()
         live.stream = live.stream.write(*before, *branches)
-        live.stream.keep(*branches)
+        if keeps:
+            live.stream.keep(*branches)
         return live
 
     def push(

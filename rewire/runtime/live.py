@@ -109,29 +109,19 @@ class Live:
     @property
     def overwritten(self) -> bool:
         """Whether the value was written to or detached in place after it was read."""
+        held, matters = self.stream.held, True
+        if isinstance(held, Post):  # writes matter only to a sum that is also what the next branch reads
+            matters = held.reading is not None and held.sum is held.reading.parts[0]
         for value, (before, recorded) in zip(self.values, self.before, strict=True):
-            if (self._matters(value) and is_written(value, before)) or (recorded and not value.requires_grad):
+            if (matters and is_written(value, before)) or (recorded and not value.requires_grad):
                 return True
-        return any(is_written(part, before) for part, before in self.parallel)
-
-    def _matters(self, value: Tensor) -> bool:
-        """Whether writes to a value would be lost: not to an output, nor to a sum that is the model's own.
-
-        A sum of which the model makes the next state, or a copy of it, is the model's own, unless the next branch reads
-        it, too.
-        """
-        held = self.stream.held
-        if not isinstance(held, Post):
-            return not self.stream.complete
-        return held.reading is not None and held.sum is held.reading.parts[0] and value is self.values[0]
-
-    def _noted(self, value: Tensor) -> tuple[int | None, bool]:
-        return noted(value) if self._matters(value) else None, value.requires_grad
+            matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
+        return bool(self.parallel) and any(is_written(part, before) for part, before in self.parallel)
 
     def also(self, value: Tensor) -> None:
         """Add a cast or clone of the value to the tensors that stand for it."""
         self.values.append(value)
-        self.before.append(self._noted(value))
+        self.before.append((noted(value), value.requires_grad))
 
     def normed_by(self, norm: Any, value: Any) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
@@ -183,8 +173,7 @@ class Live:
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
         value = value if in_post else counted(value)  # the model's own operations have made such a sum
-        self.values = [value]
-        self.before = [self._noted(value)]
+        self.values, self.before = [value], [(noted(value), value.requires_grad)]
         return value
 
 

@@ -28,7 +28,15 @@ from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.runtime.writes import PART, check_kept, counted, counting, is_written, keep, noted, uncounted
 from rewire.topologies.base import QKVInputs, States, materialize, total
-from rewire.torch_internals import in_higher_order, memory_of, only_inlined, pytree, saved_tensor_hooks, unviewed
+from rewire.torch_internals import (
+    in_higher_order,
+    memory_of,
+    only_inlined,
+    pytree,
+    saved_tensor_hooks,
+    unviewed,
+    unwrapped_once,
+)
 
 
 class Weights:
@@ -311,9 +319,10 @@ class Stream(TensorLike):
 
     def keep(self, *values: Tensor) -> None:
         """Note those of the model's tensors that are part of the stream, and not only added to it."""
-        parts = self._parts(newest=True)
+        last, apart = self.states[-1], () if self.held is None else self._held_apart()
+        newest = last.states[-1] if isinstance(last, History) and last.states else None
         for value in values:
-            if any(value is part for part in parts):
+            if value is self.states[0] or value is newest or any(value is part for part in apart):
                 if torch.compiler.is_dynamo_compiling():
                     keep(value)
                 else:
@@ -339,7 +348,7 @@ class Stream(TensorLike):
             for part in self._parts() if all else self._held_apart():
                 check_kept(part)
             return
-        for known, before in self.weights.kept if all else self.weights.kept[-3:]:
+        for known, before in self.weights.kept if all else self.weights.kept[-2:]:
             value = known()
             if value is not None and is_written(value, before) and self._holds(value):
                 raise OutOfOrder(
@@ -350,16 +359,16 @@ class Stream(TensorLike):
     def _holds(self, value: Tensor) -> bool:
         """Whether a tensor's memory is part of the stream; if that cannot be told, yes."""
         try:
-            return memory_of(value) in map(memory_of, self._parts())
+            return _memory(value) in map(_memory, self._parts())
         except (NotImplementedError, RuntimeError):
             return True
 
-    def _parts(self, newest: bool = False) -> list[Tensor]:
-        """The tensors of the stream; ``newest``: only the last of each history."""
+    def _parts(self) -> list[Tensor]:
+        """The tensors of the stream."""
         parts = [*self._held_apart(), *(state for state in self.states if isinstance(state, Tensor))]
         for state in self.states:
             if isinstance(state, History):
-                parts += state.states[-newest:]
+                parts += state.states
         return parts
 
     def _held_apart(self) -> tuple[Tensor, ...]:
@@ -372,7 +381,7 @@ class Stream(TensorLike):
     @property
     def takes_branches(self) -> bool:
         """Whether the next write makes branch outputs part of the stream, rather than add them up."""
-        return not self.layout.sites[self.position].closes or any(isinstance(s, History) for s in self.states)
+        return isinstance(self.states[-1], History) or not self.layout.sites[self.position].closes
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
         """The hidden state that the model would have here, and a function that replaces it and returns the new stream.
@@ -657,6 +666,11 @@ only_inlined(Stream)  # so that writes are counted behind a graph break
 
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _memory(x: Tensor) -> int:
+    inner = unwrapped_once(x)
+    return memory_of(x) if inner is x else _memory(inner)
 
 
 def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:

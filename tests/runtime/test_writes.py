@@ -89,6 +89,15 @@ def test_what_no_block_reads_any_more_may_be_written_to(block: str, body: str) -
             torch.testing.assert_close(rewired(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of vmap
+def test_what_no_block_reads_any_more_under_transforms() -> None:
+    """There memory has to be told of the tensors that are wrapped."""
+    body = "for block in self.blocks:\n    x = block(x)\n    block.last.mul_(2)"
+    rewired, x = connected("f = self.f(x)\nself.last = f\nx = x + f\nreturn x + self.g(x)", body), other_input()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(rewired)(x[None])[0], connected()(x))
+
+
 def assert_refused_or_right(rewired: nn.Module, without: nn.Module, x: Tensor) -> None:
     """In inference mode, where torch does not count writes to all tensors."""
     expected = without(x).detach()
