@@ -587,6 +587,9 @@ class Depth:
             OutOfOrder: the factor is not 1 any more.
         """
         live, held = self._held(values)
+        if live is not None and uncounted():
+            with counting():
+                return self.copy(function, *values, factor=factor)
         # For separate q/k/v inputs, it is computed for each of them.
         result = function(*values) if live is None or live.qkv is None else self.separate.apply(function, *values)
         if live is not None and factor:

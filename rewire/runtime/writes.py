@@ -65,4 +65,7 @@ def counting() -> Iterator[None]:
 
 def counted(value: Tensor) -> Tensor:
     """The tensor, or a copy of one that was made in `torch.inference_mode`."""
-    return value.clone() if not torch.compiler.is_dynamo_compiling() and value.is_inference() else value
+    if torch.compiler.is_dynamo_compiling() or not value.is_inference():
+        return value
+    with counting():
+        return value.clone()

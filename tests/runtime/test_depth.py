@@ -8,7 +8,7 @@ from comparing import assert_close, evaluate
 from mixing import shaken
 from models import PreNorm, vectors
 from torch import Tensor, nn
-from written_nets import BODY, WIDTH, assert_right, written_input, written_net
+from written_nets import BLOCK, BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
 
@@ -109,6 +109,30 @@ def test_writes_in_place_on_another_way_are_not_lost(block: str, topology: str) 
             rewired(given.clone())
         with context(), pytest.raises(RuntimeError, match=r"OutOfOrder: .* written to in place"):
             torch.compile(rewired, backend="eager")(given.clone())
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "attnres", "muddformer"])
+@pytest.mark.parametrize(
+    ("block", "body"),
+    [
+        ("f = self.f(x)\nx = x.clone() + f\nreturn x + self.g(x)", BODY),
+        ("f = self.f(x)\nx = (x.double() + f).float()\nreturn x + self.g(x)", BODY),
+        # streams that code reads that did not run when the model was rewired
+        (
+            BLOCK,
+            "kept = []\nfor block in self.blocks:\n    x = block(x)\n    kept.append(x)\n"
+            "if x.shape[1] == 4:\n    x = torch.cat(kept, -1)",
+        ),
+    ],
+)
+def test_casts_and_reads_in_inference_mode(block: str, body: str, topology: str) -> None:
+    """Torch counts no writes to the tensors that they make."""
+    rewired = shaken(rewire.compile(written_net(block, body), topology, example_inputs=(written_input(),)), 0.2)
+    given = torch.randn(2, 4, WIDTH)
+    expected = rewired(given)
+    with torch.inference_mode():
+        torch.testing.assert_close(rewired(given), expected)
 
 
 @pytest.mark.each_once
