@@ -135,6 +135,38 @@ def test_casts_and_reads_in_inference_mode(block: str, body: str, topology: str)
         torch.testing.assert_close(rewired(given), expected)
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        f = self.f(self.norm(keys))
+        return x + f.mean(1, keepdim=True) * self.norm(x)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x if cache is None else torch.cat([cache, x], 1))
+        return x
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-dynamic", "attnres"])
+def test_a_tensor_in_place_of_the_stream_in_another_argument(topology: str) -> None:
+    """As keys of a cache are in calls that decode: they are no stream, in the first block either."""
+    x, cache = vectors(length=3), vectors(length=4)
+    net = Cached()
+    rewired = shaken(rewire.compile(net, topology, example_inputs=(x,)), 0.2)
+    decoding = rewire.compile(net, topology, example_inputs=(x, cache))
+    decoding.load_state_dict(rewired.state_dict())
+    torch.testing.assert_close(rewired(x, cache), decoding(x, cache))
+
+
 @pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "attnres", "hc-dynamic"])
 @pytest.mark.parametrize(
