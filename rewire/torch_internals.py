@@ -15,6 +15,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,28 @@ def has_global_hooks() -> bool:
 
 #: A tensor's version counter: how often it was written to in place; not counted for inference tensors.
 writes_to: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def writes_within(tensor: Tensor) -> int | None:
+    """`writes_to`, with those to the tensors that transforms of torch.func have wrapped: `vmap` counts no others.
+
+    None for inference tensors.
+    """
+    if tensor.is_inference():
+        return None
+    if _transforms_active is not None and not _transforms_active():
+        return tensor._version
+    inner = unwrapped_once(tensor)
+    within = 0 if inner is tensor else writes_within(inner)
+    return None if within is None else within + tensor._version
+
+
+def unwrapped_once(tensor: Tensor) -> Tensor:
+    """The tensor that the innermost transform of torch.func has wrapped; others as they are."""
+    if not under_functorch() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor
+    inner: Tensor = torch._C._functorch.get_unwrapped(tensor)
+    return inner
 
 
 def viewed(tensor: Tensor) -> Tensor | None:
@@ -354,6 +377,12 @@ def _constant(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 @_constant
+def in_traced_transform() -> bool:
+    """While torch.compile traces: whether a transform of torch.func or forward-mode AD runs in what it traces."""
+    return in_transform()
+
+
+@_constant
 def in_higher_order() -> bool:
     """Whether torch.compile is tracing the inside of a higher-order operator, such as a checkpoint.
 
@@ -377,6 +406,29 @@ def while_traced(function: Callable[[Tensor], None], value: Tensor) -> None:
 def _called_while_traced(context: Any) -> None:
     function, value = context.get_local("function"), context.get_local("value")
     function.as_python_constant()(value.as_fake())
+
+
+def only_inlined(*functions: Any) -> None:
+    """Let Dynamo trace functions, or all of a class, only where functions that it compiles call them.
+
+    Behind a graph break that it cannot resume from, it would compile each call by itself.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    set_strategy: Any = getattr(eval_frame, "set_code_exec_strategy", None)
+    if set_strategy is None:
+        return
+    action: Any = eval_frame._FrameAction
+    codes = [code for function in functions for code in _codes(function)]
+    for code in codes:
+        set_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def _codes(function: Any) -> list[CodeType]:
+    if isinstance(function, type):
+        return [code for each in vars(function).values() for code in _codes(each)]
+    function = getattr(function, "fget", getattr(function, "__func__", function))  # of properties and class methods
+    return [function.__code__] if isinstance(function, FunctionType) else []
 
 
 def running_ddp() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.kernel import noting
-from rewire.torch_internals import in_transform, is_batch_of_gradients, is_followed
+from rewire.torch_internals import in_traced_transform, in_transform, is_batch_of_gradients, is_followed
 
 _THREAD = threading.local()
 #: Number of elements up to which copying tensors costs less than another call.
@@ -29,7 +29,7 @@ def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
         static: whether the weights are the same for all tokens: then a CPU has operators for them, too.
     """
     if torch.compiler.is_compiling():
-        return not (switch.opaque(x) if static else switch.uses_kernels(x))
+        return not (switch.opaque(x) if static else switch.uses_kernels(x)) or under_transforms()
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensor subclasses
         or not (x.is_cuda or x.is_cpu or noting())
@@ -59,7 +59,9 @@ def exact_products(x: Tensor) -> bool:
 
 def under_transforms() -> bool:
     """Whether transforms of torch.func or forward-mode AD are active, which our autograd functions do not support."""
-    return not torch.compiler.is_compiling() and _transforms()
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_dynamo_compiling() and in_traced_transform()
+    return _transforms()
 
 
 @contextlib.contextmanager

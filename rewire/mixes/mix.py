@@ -18,7 +18,7 @@ from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED, NormKind
 from rewire.mixes.again import remember_sums, sparing
-from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
+from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.norms import Norm, norm_of, normed
 
 
@@ -228,7 +228,8 @@ def _by_autograd(
         return total.to(dtype)
     # A weight of shape [1] takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
-    addcmul, add = (torch.addcmul, torch.add) if switch.listened() else (Tensor.addcmul_, Tensor.add_)
+    seen = switch.listened() or under_transforms()
+    addcmul, add = (torch.addcmul, torch.add) if seen else (Tensor.addcmul_, Tensor.add_)
     result = _scaled(*terms[0], precision)
     for source, weight in terms[1:]:
         if isinstance(weight, Tensor):

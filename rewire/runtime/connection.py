@@ -38,6 +38,7 @@ from rewire.torch_internals import (
     buffers_of,
     drop_parameters,
     gather_for_forward_only,
+    only_inlined,
     parameters_of,
     unseen_by_selective_checkpoints,
 )
@@ -479,6 +480,9 @@ def _gathered(parameter: Any) -> Tensor:
     """
     whole: Tensor = parameter.full_tensor() if is_dtensor(parameter) else parameter
     return whole.clone()
+
+
+only_inlined(Connection.__call__, Connection.forward)  # as `Stream`
 
 
 def _set(parameter: Any, value: Tensor) -> None:

@@ -33,8 +33,8 @@ from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Post, Reading, Stream
-from rewire.runtime.writes import REMEDY, counting, uncounted
-from rewire.torch_internals import viewed
+from rewire.runtime.writes import REMEDY, counted, counting, noted, uncounted
+from rewire.torch_internals import only_inlined, viewed
 
 _CLAMPED = (
     " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
@@ -172,7 +172,7 @@ class Depth:
         connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
-        return self._track(Live(begin(value), entry, value), norm)
+        return self._track(Live(begin(counted(value)), entry, value), norm)
 
     def _track(self, live: Live, norm: nn.Module | None) -> Tensor:
         self.live.append(live)
@@ -393,16 +393,27 @@ class Depth:
         if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without streams; had one been lost, its end would tell
         if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
-            live, before = self._shortcut(shortcut)
-            total = _plain_sum(shortcut, given, alpha)
-            live.parts.append((total, (*before, *_scaled(given, alpha))))
-            return total
+            return self._added(shortcut, given, alpha)
         live = self._written(shortcut, given, alpha, site)
         if not last or live.stream.complete or live.stream.in_post:
             return live.read(norm)
         self.live.remove(live)
         self._check_count(live, True)
         return live.stream
+
+    def _added(self, shortcut: Tensor, branches: tuple[Tensor, ...], alpha: float) -> Tensor:
+        """The sum of a shortcut and some of the parallel branches of a residual add."""
+        if uncounted():
+            with counting():
+                return self._added(shortcut, branches, alpha)
+        live, before = self._shortcut(shortcut)
+        if live.overwritten:
+            raise self._overwritten(live)
+        branches = tuple(map(counted, branches))
+        total = _plain_sum(shortcut, branches, alpha)
+        live.parts.append((total, (*before, *_scaled(branches, alpha))))
+        live.parallel += [(part, noted(part)) for part in (total, *branches)]
+        return total
 
     def _branch(self, branch: Any, shortcut: Tensor) -> Tensor:
         """The tensor that is added to a shortcut; a skipped branch may be the number 0."""
@@ -463,9 +474,15 @@ class Depth:
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
         branches = _scaled(branches, alpha)
+        keeps = live.stream.takes_branches
+        if keeps:
+            live.stream.check_kept()
+            branches = tuple(map(counted, branches))
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)
+        if keeps:
+            live.stream.keep(*branches)
         return live
 
     def push(
@@ -587,10 +604,10 @@ class Depth:
         Raises:
             OutOfOrder: the factor is not 1 any more.
         """
-        live, held = self._held(values)
-        if live is not None and uncounted():
+        if uncounted():
             with counting():
                 return self.copy(function, *values, factor=factor)
+        live, held = self._held(values)
         # For separate q/k/v inputs, it is computed for each of them.
         result = function(*values) if live is None or live.qkv is None else self.separate.apply(function, *values)
         if live is not None and factor:
@@ -630,7 +647,8 @@ class Depth:
     def data(self, x: Any, *new: Any) -> Any:
         """``x.data``, or ``x.data = new``; for a stream's value by `detach`, which shares its version counter."""
         root = _root(x) if isinstance(x, Tensor) else None
-        if root is not None and any(_root(value) is root for live in self.live for value in live.values):
+        known = [value for live in self.live for value in (*live.values, *live.stream.kept)]
+        if root is not None and any(_root(value) is root for value in known):
             return x.detach().copy_(*new) if new else x.detach()
         if new:
             (x.data,) = new
@@ -701,6 +719,9 @@ class Depth:
                 "makes something else of it, or adds in another way (`f.add_(x)` without gradients, say), than when it "
                 f"was rewired.{clamped}{self.advice}"
             )
+
+
+only_inlined(Depth)  # so that writes are counted behind a graph break
 
 
 def _may_end(live: Live, *called: Any) -> bool:

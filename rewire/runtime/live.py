@@ -15,6 +15,7 @@ from rewire.runtime.connection import Connection
 from rewire.runtime.stream import Post, Reading, Stream
 from rewire.runtime.writes import counted, counting, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
+from rewire.torch_internals import only_inlined
 
 
 @dataclasses.dataclass
@@ -87,6 +88,7 @@ class Live:
         called: whether the function was called with a value that its caller had read.
         unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
+        parallel: these sums and branches, each with its version counter when the sum was made.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
@@ -102,6 +104,7 @@ class Live:
         self.given = self.unrecorded = False
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self.parallel: list[tuple[Tensor, int | None]] = []
 
     @property
     def overwritten(self) -> bool:
@@ -113,7 +116,7 @@ class Live:
             if (matters and is_written(value, before)) or (recorded and not value.requires_grad):
                 return True
             matters = not isinstance(held, Post)  # a copy of such a sum is the model's own
-        return False
+        return bool(self.parallel) and any(is_written(part, before) for part, before in self.parallel)
 
     def also(self, value: Tensor) -> None:
         """Add a cast or clone of the value to the tensors that stand for it."""
@@ -150,7 +153,7 @@ class Live:
             with torch.no_grad():
                 return self.read(norm)
         self.norm = self.normed = self.qkv = None
-        self.parts = []
+        self.parts, self.parallel = [], []
         if norm is not None and position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
         if in_post:
@@ -169,6 +172,9 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
-        value = counted(value)
+        value = value if in_post else counted(value)  # the model's own operations have made such a sum
         self.values, self.before = [value], [(noted(value), value.requires_grad)]
         return value
+
+
+only_inlined(Live)  # so that writes are counted behind a graph break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,14 +20,23 @@ from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
 from rewire.mixes.again import UnitsLeft, norm_again
 from rewire.mixes.autograd import passes
+from rewire.mixes.history import History
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
-from rewire.runtime.writes import counted, is_written, noted
+from rewire.runtime.writes import PART, check_kept, counted, counting, is_written, keep, noted, uncounted
 from rewire.topologies.base import QKVInputs, States, materialize, total
-from rewire.torch_internals import in_higher_order, pytree, saved_tensor_hooks, unviewed
+from rewire.torch_internals import (
+    in_higher_order,
+    memory_of,
+    only_inlined,
+    pytree,
+    saved_tensor_hooks,
+    unviewed,
+    unwrapped_once,
+)
 
 
 class Weights:
@@ -43,13 +53,15 @@ class Weights:
         format: memory format that values have to get, if sums might have another than the model's hidden states: the
             model may take views of them, and random numbers are drawn in memory order.
         loans: values of streams that were read between blocks, each with its version counter then.
+        kept: tensors of the model's that became part of a stream, each with its version counter then.
     """
 
-    __slots__ = ("ended", "format", "learned", "loans", "recorded", "value")
+    __slots__ = ("ended", "format", "kept", "learned", "loans", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int | None]] = []
+        self.kept: list[tuple[weakref.ref[Tensor], int | None]] = []
         self.format: torch.memory_format | None = None
         self.ended = False
 
@@ -153,7 +165,9 @@ class Stream(TensorLike):
             )
         states, shared = layout.topology.start(layout.channels_last(x), weights), Weights(weights, learned)
         shared.format = _format(x, layout.channel_dim)
-        return cls(states, None, shared, layout, placement=placement)
+        stream = cls(states, None, shared, layout, placement=placement)
+        stream.keep(x)
+        return stream
 
     @property
     def complete(self) -> bool:
@@ -282,8 +296,11 @@ class Stream(TensorLike):
         return self._out(self.template.new_full((), torch.nan).expand(self.template.shape))
 
     def lent(self) -> Tensor:
+        if uncounted():
+            with counting():
+                return self.lent()
         value = counted(self.value())
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and in_higher_order()):
             self.weights.loans.append((value, noted(value)))
         return value
 
@@ -294,10 +311,77 @@ class Stream(TensorLike):
             OutOfOrder: one was.
         """
         if self.weights.loans:
-            loans = [] if torch.compiler.is_compiling() else self.weights.loans
-            self.weights.loans = []
+            loans = self.weights.loans
+            if not (torch.compiler.is_compiling() and in_higher_order()):
+                self.weights.loans = []
             if any(is_written(value, before) for value, before in loans):
                 raise self.written_to("through a view")
+
+    def keep(self, *values: Tensor) -> None:
+        """Note those of the model's tensors that are part of the stream, and not only added to it."""
+        last, apart = self.states[-1], () if self.held is None else self._held_apart()
+        newest = last.states[-1] if isinstance(last, History) and last.states else None
+        for value in values:
+            if value is self.states[0] or value is newest or any(value is part for part in apart):
+                if torch.compiler.is_dynamo_compiling():
+                    keep(value)
+                else:
+                    self.weights.kept.append((weakref.ref(value), noted(value)))
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The model's tensors that are part of the stream, and others if torch.compile traces."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._parts()
+        return [value for value in (known() for known, _ in self.weights.kept) if value is not None]
+
+    def check_kept(self, *, all: bool = False) -> None:
+        """Check that the model has not written to tensors of its own that are part of the stream.
+
+        Args:
+            all: whether to look at all of them, not only at the newest.
+
+        Raises:
+            OutOfOrder: it has.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            for part in self._parts() if all else self._held_apart():
+                check_kept(part)
+            return
+        for known, before in self.weights.kept if all else self.weights.kept[-2:]:
+            value = known()
+            if value is not None and is_written(value, before) and self._holds(value):
+                raise OutOfOrder(
+                    f"the input of trunk '{self.layout.trunk}', or what one of its branches has returned, was written "
+                    f"to in place before residual add {self.position + 1}, after it was added: {PART}"
+                )
+
+    def _holds(self, value: Tensor) -> bool:
+        """Whether a tensor's memory is part of the stream; if that cannot be told, yes."""
+        try:
+            return _memory(value) in map(_memory, self._parts())
+        except (NotImplementedError, RuntimeError):
+            return True
+
+    def _parts(self) -> list[Tensor]:
+        """The tensors of the stream."""
+        parts = [*self._held_apart(), *(state for state in self.states if isinstance(state, Tensor))]
+        for state in self.states:
+            if isinstance(state, History):
+                parts += state.states
+        return parts
+
+    def _held_apart(self) -> tuple[Tensor, ...]:
+        """The tensors of the stream that are not yet part of its states: outputs of branches, and what they read."""
+        held = self.held
+        if isinstance(held, Reading):
+            return held.parts if held.branch is None else (*held.parts, held.branch)
+        return held.branches if isinstance(held, Unsummed) else ()
+
+    @property
+    def takes_branches(self) -> bool:
+        """Whether the next write makes branch outputs part of the stream, rather than add them up."""
+        return isinstance(self.states[-1], History) or not self.layout.sites[self.position].closes
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
         """The hidden state that the model would have here, and a function that replaces it and returns the new stream.
@@ -504,6 +588,7 @@ class Stream(TensorLike):
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
+        self.check_kept(all=True)
         self._seen("end", self.states)
         output = self._restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
         if not (torch.compiler.is_compiling() and in_higher_order()):
@@ -576,8 +661,16 @@ class Stream(TensorLike):
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 
 
+only_inlined(Stream)  # so that writes are counted behind a graph break
+
+
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _memory(x: Tensor) -> int:
+    inner = unwrapped_once(x)
+    return memory_of(x) if inner is x else _memory(inner)
 
 
 def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:

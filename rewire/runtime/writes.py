@@ -9,20 +9,30 @@ import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.torch_internals import while_traced, writes_to
+from rewire.torch_internals import only_inlined, while_traced, writes_within
 
 #: How to mend it.
 REMEDY = (
     "Write `x = x.masked_fill(..)`, without the underscore. If only some calls do it (`if x.shape[1] == 1: x += f`), "
     "let them go the way of the inputs that the model was rewired with."
 )
+#: For a tensor of the model's that is part of a stream.
+PART = (
+    "later blocks read it, too. Write `f = f * 2`, not `f *= 2`, and let branches return new tensors, not one buffer "
+    "that they share. If only some calls do it, let them go the way of the inputs that the model was rewired with."
+)
 _NOTED = "writes_when_read"
+_KEPT = "writes_when_added"
 
 
 def noted(value: Tensor) -> int | None:
-    """How often a tensor was written to; None while torch.compile traces, when its fake tensor keeps the number."""
+    """How often a tensor was written to.
+
+    None for one of the user's that was made in `torch.inference_mode`, and while torch.compile traces, when the fake
+    tensor keeps the number.
+    """
     if not torch.compiler.is_dynamo_compiling():
-        return writes_to(value)
+        return writes_within(value)
     while_traced(_note, value)
     return None
 
@@ -34,21 +44,45 @@ def is_written(value: Tensor, before: int | None) -> bool:
         OutOfOrder: it was, while torch.compile traces.
     """
     if not torch.compiler.is_dynamo_compiling():
-        return before is not None and writes_to(value) != before
+        return before is not None and writes_within(value) != before
     while_traced(_check, value)
     return False
 
 
 def _note(fake: Tensor) -> None:
-    setattr(fake, _NOTED, writes_to(fake))
+    setattr(fake, _NOTED, writes_within(fake))
 
 
 def _check(fake: Tensor) -> None:
-    if writes_to(fake) != getattr(fake, _NOTED, writes_to(fake)):
+    if writes_within(fake) != getattr(fake, _NOTED, 0):  # 0: read in front of a graph break, and an input since
         raise OutOfOrder(
             "the value of a trunk was written to in place, after the stream was read: earlier states that other "
             f"blocks read would not change with it. {REMEDY} The block is named below."
         )
+
+
+def keep(value: Tensor) -> None:
+    """While torch.compile traces: note a tensor that becomes part of a stream, for `check_kept`."""
+    while_traced(_keep, value)
+
+
+def check_kept(part: Tensor) -> None:
+    """While torch.compile traces: check that a tensor was not written to since it became part of a stream.
+
+    Raises:
+        OutOfOrder: it was.
+    """
+    while_traced(_check_kept, part)
+
+
+def _keep(fake: Tensor) -> None:
+    if not hasattr(fake, _KEPT):  # a buffer that branches share becomes a part several times
+        setattr(fake, _KEPT, writes_within(fake))
+
+
+def _check_kept(fake: Tensor) -> None:
+    if hasattr(fake, _KEPT) and writes_within(fake) != getattr(fake, _KEPT):
+        raise OutOfOrder(f"a tensor was written to in place after it was added: {PART}")
 
 
 def uncounted() -> bool:
@@ -69,3 +103,6 @@ def counted(value: Tensor) -> Tensor:
         return value
     with counting():
         return value.clone()
+
+
+only_inlined(noted, is_written, uncounted, counted)
