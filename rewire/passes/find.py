@@ -281,11 +281,18 @@ def _in_inference(prepared: Prepared, evaluation: Finding, device: str | None, r
         return None
     with seeded(0, flow.model):
         finding = finding_in(flow, prepared.patterns, restart)
+        _match_names(evaluation, finding)
+        if not _has_chains_of(evaluation, finding) and evaluation.again:
+            # cutting gradients makes a loop's state anew, so that its stream restarts; here there are none to cut
+            finding = finding_in(flow, prepared.patterns, restart=True)
+            _match_names(evaluation, finding)
     flow.tensors = []
-    _match_names(evaluation, finding)
-    chains = evaluation.chains
-    same = all(name in finding.chains and _same_code(chain, finding.chains[name]) for name, chain in chains.items())
-    return None if same else finding
+    return None if _has_chains_of(evaluation, finding) else finding
+
+
+def _has_chains_of(evaluation: Finding, finding: Finding) -> bool:
+    chains = finding.chains
+    return all(name in chains and _same_code(chain, chains[name]) for name, chain in evaluation.chains.items())
 
 
 def _flow(

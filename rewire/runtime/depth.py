@@ -119,7 +119,8 @@ class Depth:
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case, an operation's result from the sum
-        if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
+        begun = any(live.entry is entry and (live.start or not live.stream.complete) for live in self.live)
+        if isinstance(value, Tensor) and begin and not begun:  # else, say, keys of a cache, next to a stream
             return self._begin(value, norm, entry)
         return value
 

@@ -8,7 +8,7 @@ from comparing import assert_close, evaluate
 from mixing import shaken
 from models import PreNorm, vectors
 from torch import Tensor, nn
-from written_nets import BODY, WIDTH, assert_right, written_input, written_net
+from written_nets import BLOCK, BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
 
@@ -109,6 +109,62 @@ def test_writes_in_place_on_another_way_are_not_lost(block: str, topology: str) 
             rewired(given.clone())
         with context(), pytest.raises(RuntimeError, match=r"OutOfOrder: .* written to in place"):
             torch.compile(rewired, backend="eager")(given.clone())
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "attnres", "muddformer"])
+@pytest.mark.parametrize(
+    ("block", "body"),
+    [
+        ("f = self.f(x)\nx = x.clone() + f\nreturn x + self.g(x)", BODY),
+        ("f = self.f(x)\nx = (x.double() + f).float()\nreturn x + self.g(x)", BODY),
+        # streams that code reads that did not run when the model was rewired
+        (
+            BLOCK,
+            "kept = []\nfor block in self.blocks:\n    x = block(x)\n    kept.append(x)\n"
+            "if x.shape[1] == 4:\n    x = torch.cat(kept, -1)",
+        ),
+    ],
+)
+def test_casts_and_reads_in_inference_mode(block: str, body: str, topology: str) -> None:
+    """Torch counts no writes to the tensors that they make."""
+    rewired = shaken(rewire.compile(written_net(block, body), topology, example_inputs=(written_input(),)), 0.2)
+    given = torch.randn(2, 4, WIDTH)
+    expected = rewired(given)
+    with torch.inference_mode():
+        torch.testing.assert_close(rewired(given), expected)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        f = self.f(self.norm(keys))
+        return x + f.mean(1, keepdim=True) * self.norm(x)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, x if cache is None else torch.cat([cache, x], 1))
+        return x
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-dynamic", "attnres"])
+def test_a_tensor_in_place_of_the_stream_in_another_argument(topology: str) -> None:
+    """As keys of a cache are in calls that decode: they are no stream, in the first block either."""
+    x, cache = vectors(length=3), vectors(length=4)
+    net = Cached()
+    rewired = shaken(rewire.compile(net, topology, example_inputs=(x,)), 0.2)
+    decoding = rewire.compile(net, topology, example_inputs=(x, cache))
+    decoding.load_state_dict(rewired.state_dict())
+    torch.testing.assert_close(rewired(x, cache), decoding(x, cache))
 
 
 @pytest.mark.each_once

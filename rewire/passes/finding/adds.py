@@ -173,7 +173,7 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
         if not add:
             rejected.update(_near_miss(op, flow))
             continue
-        why = _false_friend(add) or _around(add, found)
+        why = _false_friend(add) or _around(add, found) or _injected(add, found)
         if why:
             rejected[add] = why
         else:
@@ -307,6 +307,15 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
     if inner.source is not inner.state:
         return ""  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
     return "adds to the residual stream what it was computed from"
+
+
+def _injected(add: Add, found: dict[Op, Add]) -> str:
+    """Why ``x + y`` is no residual add, if x is what a loop adds to its stream y: ``for f in blocks: y = f(y + x)``."""
+    first = add.branches[0]
+    while keeps_values(first) or first in found:
+        first = found[first].state if first in found else first.inputs[0]
+    again = first.place is not None and first.place == add.op.place and add.shortcut in first.inputs
+    return "adds the same value to the residual stream in each pass of a loop" if again else ""
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:

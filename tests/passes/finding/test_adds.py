@@ -31,6 +31,7 @@ from models import (
     vectors,
 )
 from torch import Tensor, nn
+from written_nets import assert_right, written_net
 
 import rewire
 from rewire.passes.finding.adds import between, residual_adds
@@ -351,3 +352,16 @@ def test_a_mask_that_each_block_adds_is_no_state() -> None:
     added = net.op("add", branch, mask, at="1")
     net.op("mul", added, net.linear(added, "1.f"), at="1")
     assert residual_adds(net.flow())[0] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "adds"),
+    [
+        ("e = x\nfor block in self.blocks:\n    x = block(x + e)", 6),
+        ("e, x = x, torch.zeros_like(x)\nfor block in self.blocks:\n    x = e + x\n    x = block(x)", 6),
+        ("e, x = x, torch.tanh(x)\nfor _ in range(3):\n    x = self.blocks[0](x + e)", 2),  # a loop with one block
+    ],
+)
+def test_a_value_that_a_loop_adds_again_and_again_is_no_stream(body: str, adds: int) -> None:
+    """As in looped transformers, and of a time embedding in StyleTTS2: its sums were taken for shortcuts from it."""
+    assert_right(written_net(body=body), adds)
