@@ -271,7 +271,7 @@ def _asks_for_gradients(flow: Flow) -> bool:
 
 
 def _in_inference(prepared: Prepared, evaluation: Finding, device: str | None, restart: bool) -> Finding | None:
-    """Search a run in evaluation mode without gradients; None if the adds are those of the run with gradients."""
+    """Search a run in evaluation mode without gradients; None if the adds of the run with gradients are made in it."""
     try:
         flow = _flow(prepared, device, training=False, gradients=False)
     except RewireError:
@@ -279,20 +279,16 @@ def _in_inference(prepared: Prepared, evaluation: Finding, device: str | None, r
     except Exception as error:
         log.info("%s does not run without gradients: %s", prepared.name, error)
         return None
+    chains = [chain for name in evaluation.chains for chain in evaluation.passes(name)]
+    adds = [op for chain in chains for add in chain.adds for op in (add.op, *add.inner)]
+    made, ran = (collections.Counter((op.scope.path, op.place) for op in ops) for ops in (adds, flow))
+    if made <= ran:
+        return None
     with seeded(0, flow.model):
         finding = finding_in(flow, prepared.patterns, restart)
-        _match_names(evaluation, finding)
-        if not _has_chains_of(evaluation, finding) and evaluation.again:
-            # cutting gradients makes a loop's state anew, so that its stream restarts; here there are none to cut
-            finding = finding_in(flow, prepared.patterns, restart=True)
-            _match_names(evaluation, finding)
     flow.tensors = []
-    return None if _has_chains_of(evaluation, finding) else finding
-
-
-def _has_chains_of(evaluation: Finding, finding: Finding) -> bool:
-    chains = finding.chains
-    return all(name in chains and _same_code(chain, chains[name]) for name, chain in evaluation.chains.items())
+    _match_names(evaluation, finding)
+    return finding
 
 
 def _flow(
