@@ -50,7 +50,7 @@ def play_despite_gloo(script: Path, folder: Path, *scenarios: str, ranks: int = 
 
 
 def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
-    """Run ``script ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes.
+    """Run ``script ARGUMENTS...`` as each rank; what each printed. All must end well, within eight minutes.
 
     The environment says which rank it is, and where they meet: torch's variables, and ``MEETING_POINT``, a file.
 
@@ -75,7 +75,7 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
             for rank, output in enumerate(outputs)
         ]
         try:
-            in_time = _ended(workers, 300)
+            in_time = _ended(workers, 480)
             if not in_time:
                 for worker in workers:
                     worker.send_signal(signal.SIGABRT)  # faulthandler prints stacks
