@@ -32,7 +32,7 @@ from rewire.runtime.nested import is_container, mapped, tensors_and_streams, wit
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
-from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.stream import Post, Reading, Stream, share_memory
 from rewire.runtime.writes import REMEDY, counted, counting, noted, uncounted
 from rewire.torch_internals import only_inlined, viewed
 
@@ -646,9 +646,12 @@ class Depth:
 
     def data(self, x: Any, *new: Any) -> Any:
         """``x.data``, or ``x.data = new``; for a stream's value by `detach`, which shares its version counter."""
+        if uncounted():
+            with counting():
+                return self.data(x, *new)
         root = _root(x) if isinstance(x, Tensor) else None
         known = [value for live in self.live for value in (*live.values, *live.stream.kept)]
-        if root is not None and any(_root(value) is root for value in known):
+        if root is not None and any(_root(value) is root or share_memory(value, x) for value in known):
             return x.detach().copy_(*new) if new else x.detach()
         if new:
             (x.data,) = new

@@ -319,14 +319,17 @@ class Stream(TensorLike):
 
     def keep(self, *values: Tensor) -> None:
         """Note those of the model's tensors that are part of the stream, and not only added to it."""
-        last, apart = self.states[-1], () if self.held is None else self._held_apart()
-        newest = last.states[-1] if isinstance(last, History) and last.states else None
+        last, parts = self.states[-1], [*(() if self.held is None else self._held_apart())]
+        if torch.compiler.is_dynamo_compiling():
+            for value in values:
+                keep(value)
+            return
+        first = self.states[0]
+        parts += [first] if isinstance(first, Tensor) else []
+        parts += last.states[-1:] if isinstance(last, History) else ()
         for value in values:
-            if value is self.states[0] or value is newest or any(value is part for part in apart):
-                if torch.compiler.is_dynamo_compiling():
-                    keep(value)
-                else:
-                    self.weights.kept.append((weakref.ref(value), noted(value)))
+            if any(share_memory(value, part) for part in parts):  # histories hold them detached, with their counter
+                self.weights.kept.append((weakref.ref(value), noted(value)))
 
     @property
     def kept(self) -> list[Tensor]:
@@ -666,6 +669,16 @@ only_inlined(Stream)  # so that writes are counted behind a graph break
 
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same memory; where that cannot be told, as under torch.compile, are the same."""
+    if x is y or torch.compiler.is_dynamo_compiling():
+        return x is y
+    try:
+        return _memory(x) == _memory(y)
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _memory(x: Tensor) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.torch_internals import only_inlined, while_traced, writes_within
+from rewire.torch_internals import memory_of, only_inlined, while_traced, writes_within
 
 #: How to mend it.
 REMEDY = (
@@ -22,7 +24,8 @@ PART = (
     "that they share. If only some calls do it, let them go the way of the inputs that the model was rewired with."
 )
 _NOTED = "writes_when_read"
-_KEPT = "writes_when_added"
+#: By their memory: fake tensors that became a part of a stream, and how often they were written to then.
+_KEPT: dict[int, tuple[Any, int | None]] = {}
 
 
 def noted(value: Tensor) -> int | None:
@@ -76,12 +79,15 @@ def check_kept(part: Tensor) -> None:
 
 
 def _keep(fake: Tensor) -> None:
-    if not hasattr(fake, _KEPT):  # a buffer that branches share becomes a part several times
-        setattr(fake, _KEPT, writes_within(fake))
+    memory = memory_of(fake)
+    if memory not in _KEPT:  # else a buffer that branches share, which becomes a part several times
+        _KEPT[memory] = weakref.ref(fake, lambda _: _KEPT.pop(memory, None)), writes_within(fake)
 
 
 def _check_kept(fake: Tensor) -> None:
-    if hasattr(fake, _KEPT) and writes_within(fake) != getattr(fake, _KEPT):
+    known, before = _KEPT.get(memory_of(fake), (lambda: None, 0))
+    value = known()
+    if value is not None and writes_within(value) != before:
         raise OutOfOrder(f"a tensor was written to in place after it was added: {PART}")
 
 
