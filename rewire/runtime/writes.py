@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.torch_internals import memory_of, only_inlined, while_traced, writes_within
+from rewire.torch_internals import memory_of, only_inlined, unwrapped_once, while_traced, writes_within
 
 #: How to mend it.
 REMEDY = (
@@ -25,7 +25,7 @@ PART = (
 )
 _NOTED = "writes_when_read"
 #: By their memory: fake tensors that became a part of a stream, and how often they were written to then.
-_KEPT: dict[int, tuple[Any, int | None]] = {}
+_KEPT: dict[int | None, tuple[Any, int | None]] = {}
 
 
 def noted(value: Tensor) -> int | None:
@@ -79,16 +79,26 @@ def check_kept(part: Tensor) -> None:
 
 
 def _keep(fake: Tensor) -> None:
-    memory = memory_of(fake)
-    if memory not in _KEPT:  # else a buffer that branches share, which becomes a part several times
+    memory = _memory(fake)
+    if (
+        memory is not None and memory not in _KEPT
+    ):  # else a buffer that branches share, which becomes a part several times
         _KEPT[memory] = weakref.ref(fake, lambda _: _KEPT.pop(memory, None)), writes_within(fake)
 
 
 def _check_kept(fake: Tensor) -> None:
-    known, before = _KEPT.get(memory_of(fake), (lambda: None, 0))
+    known, before = _KEPT.get(_memory(fake), (lambda: None, 0))
     value = known()
     if value is not None and writes_within(value) != before:
         raise OutOfOrder(f"a tensor was written to in place after it was added: {PART}")
+
+
+def _memory(fake: Tensor) -> int | None:
+    inner = unwrapped_once(fake)
+    try:
+        return memory_of(fake) if inner is fake else _memory(inner)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def uncounted() -> bool:
