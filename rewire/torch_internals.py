@@ -159,12 +159,21 @@ def writes_within(tensor: Tensor) -> int | None:
         return None
     if _transforms_active is not None and not _transforms_active():
         return tensor._version
-    inner = unwrapped_once(tensor)
+    inner = _unwrapped_once(tensor)
     within = 0 if inner is tensor else writes_within(inner)
     return None if within is None else within + tensor._version
 
 
-def unwrapped_once(tensor: Tensor) -> Tensor:
+def memory_within(tensor: Tensor) -> int | None:
+    """`memory_of` the tensor inside of all that transforms of torch.func have wrapped; None if it has none."""
+    inner = _unwrapped_once(tensor)
+    try:
+        return memory_of(tensor) if inner is tensor else memory_within(inner)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _unwrapped_once(tensor: Tensor) -> Tensor:
     """The tensor that the innermost transform of torch.func has wrapped; others as they are."""
     if not under_functorch() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor

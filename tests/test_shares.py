@@ -1,4 +1,4 @@
-"""Which slow cases `make slow SHARE=3` would run: a third for each commit, and in three commits all."""
+"""Which slow cases a share is: of three, each runs a third, another one for each commit."""
 
 from __future__ import annotations
 

@@ -36,12 +36,13 @@ from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # lines of reasons in an error message
 _CHILDREN = frozenset({"children", "named_children", CHILDREN})
+#: Names in code that asks whether gradients are recorded.
+_ASKS = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad"})
 NOT_RUN = (
     "it did not run, although the blocks beside it did: it is not connected, and running it in the middle of the "
     "trunk is refused"
 )
 TRAINING_ONLY = "it is a residual stream in training mode only: streams of evaluation mode are connected"
-_ASKS = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad"})
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -294,7 +295,13 @@ def _in_inference(prepared: Prepared, evaluation: Finding, device: str | None, r
 def _flow(
     prepared: Prepared, device: str | None, training: bool, unfrozen: bool = False, gradients: bool = True
 ) -> Flow:
-    """Record a run of a copy; ``unfrozen``: with gradients of all weights, which show what hidden code has read."""
+    """Record a run of a copy.
+
+    Args:
+        prepared, device, training: the model; where, and in which mode it runs.
+        unfrozen: with gradients of all weights, which show what hidden code has read.
+        gradients: whether autograd records them.
+    """
     assert prepared.inputs is not None
     looked_at = private(prepared.model, device)
     for module in looked_at.modules():
@@ -336,7 +343,7 @@ def _inputs_in_words(prepared: Prepared) -> str:
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 
-def _match_names(evaluation: Finding, training: Finding) -> list[LeftAlone]:
+def _match_names(evaluation: Finding, other: Finding) -> list[LeftAlone]:
     """Name the trunks of another run like those of evaluation mode that have the same blocks.
 
     Blocks may be left out by chance in training.
@@ -344,19 +351,19 @@ def _match_names(evaluation: Finding, training: Finding) -> list[LeftAlone]:
     Returns:
         The trunks without a counterpart in evaluation mode, which are left alone.
     """
-    trunks, chains, left = training.trunks, training.chains, list[LeftAlone]()
-    training.trunks, training.chains = {}, {}
+    trunks, chains, left = other.trunks, other.chains, list[LeftAlone]()
+    other.trunks, other.chains = {}, {}
     blocks = {name: collections.Counter(s.block for s in trunk.sites) for name, trunk in evaluation.trunks.items()}
     for own, trunk in sorted(trunks.items(), key=lambda item: -len(item[1].sites)):
         mine = collections.Counter(site.block for site in trunk.sites)
-        free = [name for name in blocks if name not in training.trunks and mine <= blocks[name]]
+        free = [name for name in blocks if name not in other.trunks and mine <= blocks[name]]
         alike = {name: _overlap(trunk, evaluation.trunks[name]) for name in free}  # of streams through the same blocks
         name = min(free, key=lambda name: (blocks[name].total(), -alike[name]), default=None)
         if name is None:
             place = written_at(chains[own].adds[0].op.place)
             left.append(LeftAlone(own, TRAINING_ONLY, *place))
             continue
-        training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
+        other.trunks[name], other.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
     return left
 
 

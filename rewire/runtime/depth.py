@@ -32,8 +32,8 @@ from rewire.runtime.nested import is_container, mapped, tensors_and_streams, wit
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
-from rewire.runtime.stream import Post, Reading, Stream, share_memory
-from rewire.runtime.writes import REMEDY, counted, counting, noted, uncounted
+from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.writes import REMEDY, counted, counting, noted, share_memory, uncounted
 from rewire.torch_internals import only_inlined, viewed
 
 _CLAMPED = (

@@ -26,16 +26,25 @@ from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
-from rewire.runtime.writes import PART, check_kept, counted, counting, is_written, keep, noted, uncounted
+from rewire.runtime.writes import (
+    PART,
+    check_part,
+    counted,
+    counting,
+    is_written,
+    note_part,
+    noted,
+    share_memory,
+    uncounted,
+)
 from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import (
     in_higher_order,
-    memory_of,
+    memory_within,
     only_inlined,
     pytree,
     saved_tensor_hooks,
     unviewed,
-    unwrapped_once,
 )
 
 
@@ -319,12 +328,11 @@ class Stream(TensorLike):
 
     def keep(self, *values: Tensor) -> None:
         """Note those of the model's tensors that are part of the stream, and not only added to it."""
-        last, parts = self.states[-1], [*(() if self.held is None else self._held_apart())]
         if torch.compiler.is_dynamo_compiling():
             for value in values:
-                keep(value)
+                note_part(value)
             return
-        first = self.states[0]
+        first, last, parts = self.states[0], self.states[-1], [*self._held_apart()]
         parts += [first] if isinstance(first, Tensor) else []
         parts += last.states[-1:] if isinstance(last, History) else ()
         for value in values:
@@ -349,7 +357,7 @@ class Stream(TensorLike):
         """
         if torch.compiler.is_dynamo_compiling():
             for part in self._parts() if all else self._held_apart():
-                check_kept(part)
+                check_part(part)
             return
         for known, before in self.weights.kept if all else self.weights.kept[-2:]:
             value = known()
@@ -361,10 +369,8 @@ class Stream(TensorLike):
 
     def _holds(self, value: Tensor) -> bool:
         """Whether a tensor's memory is part of the stream; if that cannot be told, yes."""
-        try:
-            return _memory(value) in map(_memory, self._parts())
-        except (NotImplementedError, RuntimeError):
-            return True
+        memory = memory_within(value)
+        return memory is None or memory in map(memory_within, self._parts())
 
     def _parts(self) -> list[Tensor]:
         """The tensors of the stream."""
@@ -669,21 +675,6 @@ only_inlined(Stream)  # so that writes are counted behind a graph break
 
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same memory; where that cannot be told, as under torch.compile, are the same."""
-    if x is y or torch.compiler.is_dynamo_compiling():
-        return x is y
-    try:
-        return _memory(x) == _memory(y)
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def _memory(x: Tensor) -> int:
-    inner = unwrapped_once(x)
-    return memory_of(x) if inner is x else _memory(inner)
 
 
 def _format(x: Tensor, channel_dim: int) -> torch.memory_format | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.torch_internals import memory_of, only_inlined, unwrapped_once, while_traced, writes_within
+from rewire.torch_internals import memory_within, only_inlined, while_traced, writes_within
 
 #: How to mend it.
 REMEDY = (
@@ -24,7 +24,8 @@ PART = (
     "that they share. If only some calls do it, let them go the way of the inputs that the model was rewired with."
 )
 _NOTED = "writes_when_read"
-#: By their memory: fake tensors that became a part of a stream, and how often they were written to then.
+#: By their memory: fake tensors that became a part of a stream, and how often they were written to then. (Not by an
+#: attribute, as `_NOTED`: histories hold them detached, as other objects.)
 _KEPT: dict[int | None, tuple[Any, int | None]] = {}
 
 
@@ -64,41 +65,40 @@ def _check(fake: Tensor) -> None:
         )
 
 
-def keep(value: Tensor) -> None:
-    """While torch.compile traces: note a tensor that becomes part of a stream, for `check_kept`."""
-    while_traced(_keep, value)
+def note_part(value: Tensor) -> None:
+    """While torch.compile traces: note a tensor that becomes part of a stream, for `check_part`."""
+    while_traced(_note_part, value)
 
 
-def check_kept(part: Tensor) -> None:
+def check_part(part: Tensor) -> None:
     """While torch.compile traces: check that a tensor was not written to since it became part of a stream.
 
     Raises:
         OutOfOrder: it was.
     """
-    while_traced(_check_kept, part)
+    while_traced(_check_part, part)
 
 
-def _keep(fake: Tensor) -> None:
-    memory = _memory(fake)
-    if (
-        memory is not None and memory not in _KEPT
-    ):  # else a buffer that branches share, which becomes a part several times
+def _note_part(fake: Tensor) -> None:
+    memory = memory_within(fake)
+    # A buffer that branches share becomes a part several times: what was written to it since the first time counts.
+    if memory is not None and memory not in _KEPT:
         _KEPT[memory] = weakref.ref(fake, lambda _: _KEPT.pop(memory, None)), writes_within(fake)
 
 
-def _check_kept(fake: Tensor) -> None:
-    known, before = _KEPT.get(_memory(fake), (lambda: None, 0))
+def _check_part(fake: Tensor) -> None:
+    known, before = _KEPT.get(memory_within(fake), (lambda: None, 0))
     value = known()
     if value is not None and writes_within(value) != before:
         raise OutOfOrder(f"a tensor was written to in place after it was added: {PART}")
 
 
-def _memory(fake: Tensor) -> int | None:
-    inner = unwrapped_once(fake)
-    try:
-        return memory_of(fake) if inner is fake else _memory(inner)
-    except (NotImplementedError, RuntimeError):
-        return None
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same memory; where that cannot be told, as under torch.compile, are the same."""
+    if x is y or torch.compiler.is_dynamo_compiling():
+        return x is y
+    memory = memory_within(x)
+    return memory is not None and memory == memory_within(y)
 
 
 def uncounted() -> bool:
