@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from mixing import shaken
 from written_nets import written_input, written_net
 
 import rewire
+from rewire.passes.validate import INFERENCE, MOVED, MOVED_INFERENCE
 
 BLOCKS = [
     "f = self.f(x)\nif torch.is_grad_enabled():\n    x = x + f\nelse:\n    x += f\nreturn x + self.g(x)",
@@ -18,6 +21,8 @@ BLOCKS = [
     "def add(x, f):\n    if self.training or f.requires_grad:\n        return x + f\n    f.add_(x)\n    return f\n"
     "x = add(x, self.f(x))\nreturn add(x, self.g(x))",
 ]
+#: Another function without gradients.
+OTHER = "f = self.f(x)\nx = x + f if torch.is_grad_enabled() else x + 0.5 * f\nreturn x + self.g(x)"
 
 
 @pytest.mark.each_once
@@ -34,11 +39,15 @@ def test_what_is_learned_is_computed_without_gradients_too(block: str, validate:
     torch.testing.assert_close(rewired.eval()(x), expected)
 
 
-def test_another_function_without_gradients_is_compared() -> None:
-    """It is connected by the same weights, of what the branches return there."""
-    net = written_net("f = self.f(x)\nx = x + f if torch.is_grad_enabled() else x + 0.5 * f\nreturn x + self.g(x)")
-    x = written_input()
-    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+@pytest.mark.parametrize("block", [*BLOCKS, OTHER])
+def test_both_ways_are_compared(block: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start, and with connection weights that have moved, by the formulas of what the branches return there."""
+    net, x = written_net(block), written_input()
+    with caplog.at_level(logging.INFO, "rewire"):
+        rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+    for setting in (INFERENCE, MOVED, MOVED_INFERENCE):
+        assert f"{setting.name}: 1 outputs" in caplog.text
+    assert "not validated" not in caplog.text
     with torch.no_grad():
         torch.testing.assert_close(rewired(x), net(x))
 
