@@ -10,6 +10,7 @@ import pytest
 import torch
 from mixing import shaken
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from written_nets import BLOCK, BODY, WIDTH, written_input, written_net
 
 import rewire
@@ -130,6 +131,21 @@ def test_values_in_inference_mode(block: str, body: str, topology: str) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(rewired(x), expected.detach())
         torch.testing.assert_close(rewired(x.clone()), expected.detach())
+
+
+def test_copies_of_a_state_in_inference_mode() -> None:
+    block = f"h = x.clone()\n{OTHER}h.mul_(2)\nx = h + self.f(x)\nreturn x + self.g(x)"
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(rewire.OutOfOrder, match=LOST):
+            connected(block)(other_input())
+
+
+def test_only_the_input_is_copied_in_inference_mode() -> None:
+    """What reads return is made where torch counts writes to it."""
+    rewired, x = connected(topology="residual"), other_input()
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        rewired(x)
+    assert sum(event.name == "aten::clone" for event in profiled.events()) == 1
 
 
 def test_views_between_blocks_under_compile() -> None:
