@@ -135,9 +135,10 @@ def test_values_in_inference_mode(block: str, body: str, topology: str) -> None:
 
 def test_copies_of_a_state_in_inference_mode() -> None:
     block = f"h = x.clone()\n{OTHER}h.mul_(2)\nx = h + self.f(x)\nreturn x + self.g(x)"
+    rewired, x = connected(block), other_input()
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(rewire.OutOfOrder, match=LOST):
-            connected(block)(other_input())
+            rewired(x)
 
 
 def test_only_the_input_is_copied_in_inference_mode() -> None:
