@@ -4,8 +4,7 @@
 
 Each number is processor time of a process of its own, that of Inductor's workers included: a training step of few
 tokens, compiled whole or block by block, less the same step once more. *Traced* is by Dynamo and AOTAutograd alone
-(``aot_eager``). *Again* is a second process that finds the first one's caches; with *functions cached*, torch's cache
-of traced graphs takes those with autograd functions, too, which it does not by default.
+(``aot_eager``). *Again* is a second process that finds the first one's caches.
 """
 
 from __future__ import annotations
@@ -39,15 +38,8 @@ from rewire.bench import harness
 
 PLAIN = "plain"
 TOPOLOGIES = ("residual", "denseformer", "ancre-ingoing", "hc-dynamic", "muddformer")
-#: The variable by which torch's cache of traced graphs takes graphs with autograd functions.
-CACHED = "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD"
-RUNS = {
-    "traced": ("aot_eager", {}),
-    "first": ("inductor", {}),
-    "again": ("inductor", {}),
-    "first, functions cached": ("inductor", {CACHED: "1"}),
-    "again, functions cached": ("inductor", {CACHED: "1"}),
-}
+#: The runs of a model, in order, and their backends.
+RUNS = {"traced": "aot_eager", "first": "inductor", "again": "inductor"}
 
 
 def llama(layers: int, topology: str) -> nn.Module:
@@ -82,16 +74,14 @@ def measure(topology: str, layers: int, by_block: bool, backend: str) -> float:
 
 
 def rows_of(topology: str, layers: int, by_block: bool, runs: list[str]) -> dict[str, Any]:
-    """All runs of one model, in order, each in a process of its own: those with one setting share its caches."""
+    """All runs of one model, in order, each in a process of its own; they share their caches."""
     found: dict[str, Any] = {"topology": topology, "layers": layers, "by block": by_block}
     with tempfile.TemporaryDirectory() as folder:
         for run in runs:
-            backend, settings = RUNS[run]
-            more = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{len(settings)}", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-            command = [sys.executable, __file__, "--one", topology, "--layers", str(layers), "--backend", backend]
+            settings = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            command = [sys.executable, __file__, "--one", topology, "--layers", str(layers), "--backend", RUNS[run]]
             command += ["--by-block"] * by_block
-            environment = {name: value for name, value in os.environ.items() if name != CACHED} | more | settings
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
             found[run] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-2000:]
     return found
 

@@ -405,6 +405,10 @@ def in_higher_order() -> bool:
         return False
 
 
+#: Whether ``torch.compiler.is_compiling()`` is true in functions that torch.compile runs rather than traces, too.
+SESSIONS_ARE_SEEN = hasattr(torch.compiler, "_compile_session_context")
+
+
 def while_traced(function: Callable[[Tensor], None], value: Tensor) -> None:
     """While torch.compile traces: call a function at once, with the fake tensor that stands for ``value``."""
     from torch._dynamo.comptime import comptime

@@ -38,6 +38,7 @@ from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
 from rewire.mixes.history import History, Row, Scores
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax, summed_by_product
 from rewire.mixes.tokens import inverse_rms
+from rewire.mixes.traced import whole_in_graphs
 
 EPS = 1e-6  # of the norm in scores
 
@@ -181,19 +182,28 @@ class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Claimed, tuple[Tensor, ...]]:
-        found = _Claims.apply(through, len(states), *scores, *states)
+        found = claim_attended(through, len(states), [*scores, *states])
         n = scores[0].shape[-1]
         return Claimed(first, tuple(found[:n]), tuple(found[n : 2 * n])), tuple(found[2 * n :])
 
 
-class _Claims(torch.autograd.Function):
-    """Returns claims of N later reads on M states, their tallies, and the states, ``through`` times (once if M > 1).
+@whole_in_graphs
+def claim_attended(through: int, count: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Claims of N later reads on M states, their tallies, and the states, ``through`` times (once if M > 1).
 
-    ``tensors`` are the scores of each state, [..., N], and then the states, [..., D].
+    Args:
+        through: see above.
+        count: M.
+        tensors: the scores of each state, [..., N], and then the states, [..., D].
     """
+    return list(_Claims.apply(through, count, *tensors))
+
+
+class _Claims(torch.autograd.Function):
+    """`claim_attended`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `Claims.forward`
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims`
         through, count, *tensors = given
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -26,7 +26,7 @@ from rewire.mixes.again import sparing
 from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
-from rewire.mixes.claims import Claiming, Claims
+from rewire.mixes.claims import claim, claimed_mixes
 from rewire.mixes.history import Free, History, Row, Scores
 from rewire.mixes.mix import Mix
 from rewire.mixes.tokens import read_off_apart
@@ -206,9 +206,8 @@ class ClaimedHistory(History):
         weights = weights.unflatten(0, (ways, -1))
         if scores and ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
             with sparing(self.values[0]):
-                return Claiming.apply(
-                    self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims)
-                )
+                each = [*itertools.chain.from_iterable(claims)]
+                return claimed_mixes(self.values, weights, scores, len(claims[0]), each)
         of_ways = zip(*[of_state.split(1, -1) for of_state in scores], strict=True) if scores else [()] * ways
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
 
@@ -300,7 +299,7 @@ class ClaimedHistory(History):
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Claimed, tuple[Tensor, ...]]:
         """Claims of the mixes from ``first`` on, and the states, each ``through`` times."""
-        found = Claims.apply(through, len(states), weights, *scores, *states)
+        found = claim(through, len(states), weights, [*scores, *states])
         mixes = len(found) - through * len(states)
         return Claimed(first, tuple(found[:mixes])), tuple(found[mixes:])
 

@@ -16,15 +16,24 @@ from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.again import remember_sums
 from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK
+from rewire.mixes.traced import whole_in_graphs
 
 
-class Claims(torch.autograd.Function):
+@whole_in_graphs
+def claim(through: int, count: int, weights: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Claims of N later mixes on M states: N tensors with arbitrary values, whose gradients are those of the mixes.
 
-    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are each state's weights per token, [..., N], if there are
-    any, and then the states, [..., D]. The states themselves are returned, too, each ``through`` times (once if M > 1),
-    and their gradients are added in the same pass.
+    Args:
+        through: how often each state is returned, too (once if M > 1); its gradients are added in the same pass.
+        count: M.
+        weights: float32 [M N] or [M N, D].
+        tensors: each state's weights per token, [..., N], if there are any, and then the states, [..., D].
     """
+    return list(_Claims.apply(through, count, weights, *tensors))
+
+
+class _Claims(torch.autograd.Function):
+    """`claim`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -51,11 +60,19 @@ class Claims(torch.autograd.Function):
         return (None, None, None if dots is None else dots.reshape(flat.shape), *of_scores, *dx)
 
 
-class Claiming(torch.autograd.Function):
+@whole_in_graphs
+def claimed_mixes(
+    values: Sequence[Tensor], rows: Tensor, scores: Sequence[Tensor], n: int, claims: Sequence[Tensor]
+) -> list[Tensor]:
     """Several mixes of states in one pass; their gradients go only to their claims.
 
-    The claims are ordered by mix, n of each.
+    The claims are ordered by mix, ``n`` of each.
     """
+    return list(_ClaimedMixes.apply(values, rows, scores, n, *claims))
+
+
+class _ClaimedMixes(torch.autograd.Function):
+    """`claimed_mixes`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:

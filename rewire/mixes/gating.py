@@ -14,6 +14,7 @@ from rewire.kernels.cpu import plain
 from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
 from rewire.mixes.streams import Claim, Projected, of_tokens, read_off_streams
 from rewire.mixes.tokens import by_kernels, outside_autocast
+from rewire.mixes.traced import by_operator, whole_in_graphs
 
 #: Most streams, and iterations of Sinkhorn-Knopp, for which some tokens fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
@@ -80,8 +81,20 @@ def _gates(
     with outside_autocast(products.device):
         if not known or not of_tokens or left_to_autograd(products, math.inf):
             return formula(products, static, scale)
+        if by_operator():
+            assert gating is not None
+            return gates_in_graphs(*gating, products, static, scale)
         read, write = _Gates.apply(gating, formula, products, static, scale)
         return read, write
+
+
+@whole_in_graphs
+def gates_in_graphs(
+    streams: int, iterations: int, eps: float, magnitude: float, products: Tensor, static: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gates of a `Gating` by kernels. Only gradients of gradients need the formula, which graphs do not have."""
+    read, write = _Gates.apply(Gating(streams, iterations, eps, magnitude), None, products, static, scale)
+    return read, write
 
 
 class _Gates(torch.autograd.Function):

@@ -20,6 +20,7 @@ from rewire.kernels.sums.spec import MAX_ADDED, NormKind
 from rewire.mixes.again import remember_sums, sparing
 from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.norms import Norm, norm_of, normed
+from rewire.mixes.traced import by_operator, whole_in_graphs
 
 
 def mix(
@@ -126,6 +127,8 @@ class Mix:
         if len(added) > MAX_ADDED:
             added = (*added[: MAX_ADDED - 1], functools.reduce(torch.add, added[MAX_ADDED - 1 :]))
         added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
+        if by_operator():
+            return self._by_operator(norm, added)
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
         assert self.weights is None or isinstance(self.weights, Tensor)  # sums with numbers are left to autograd
@@ -138,6 +141,14 @@ class Mix:
             fixed = _Fixed(kind, again=self.again)
         with sparing(self._like):
             return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *[x for terms in given for x in terms])
+
+    def _by_operator(self, norm: Norm | None, added: Sequence[Tensor]) -> Any:
+        assert self.weights is None or isinstance(self.weights, Tensor)
+        terms = self.sources, self.weights, self.scores, added, self.claims, self.accumulator
+        statistics, states, scores, columns, scaled = self.attended or (None, (), (), (), False)
+        of_norm = norm or (None, None, None, 0.0)
+        found = mix_of(*terms, statistics, states, scores, columns, scaled, self.tallies, self.again, *of_norm)
+        return found[0] if norm is None else (found[0], found[1])
 
     @property
     def _like(self) -> Tensor:
@@ -339,7 +350,7 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
         counts, fixed, *tensors = given
         sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
         norm, constants, weight, accumulator, ctx.attended, again = fixed
@@ -400,6 +411,36 @@ class _Sum(torch.autograd.Function):
             of_terms = plain.combine_backward(grad, sources, weight, scores)
         of_tally = ctx.attended.tally(total, value, statistics) if tallies and total is not None else None
         return (None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
+
+
+@whole_in_graphs
+def mix_of(
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+    claims: Sequence[Tensor],
+    accumulator: Tensor | None,
+    statistics: Tensor | None,
+    states: Sequence[Tensor],
+    of_states: Sequence[Tensor],
+    columns: Sequence[int],
+    scaled: bool,
+    tallies: Sequence[Tensor],
+    again: bool,
+    norm: str | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+) -> list[Tensor]:
+    """The sum of a `Mix`, whose attributes these are, and its `Norm`, if there is one."""
+    attended = None if statistics is None else Attended(statistics, tuple(states), tuple(of_states), columns, scaled)
+    of_tokens = tuple(scores), tuple(added), tuple(claims)
+    pending = Mix(tuple(sources), weights, *of_tokens, accumulator, attended, tuple(tallies), again)
+    if norm_weight is None:
+        return [pending._computed(None)]
+    kind: Any = norm
+    return list(pending._computed(Norm(kind, norm_weight, norm_bias, eps)))
 
 
 @torch.no_grad()

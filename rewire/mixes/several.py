@@ -16,6 +16,7 @@ from rewire.mixes.again import remember_sums, sparing
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up
 from rewire.mixes.mix import mix
+from rewire.mixes.traced import whole_in_graphs
 
 
 def mixes(
@@ -39,7 +40,7 @@ def mixes(
     if even and by_kernels is not None:
 
         def add_up(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None) -> Sequence[Tensor]:
-            found: Sequence[Tensor] = Several.apply(by_kernels, False, 0, weights, scores, *sources)
+            found: Sequence[Tensor] = several(by_kernels, False, 0, weights, scores, sources)
             return found
 
         with sparing(sources[0]):
@@ -62,17 +63,33 @@ def in_one_pass(tensors: Sequence[Tensor], outputs: int) -> bool | None:
     return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 
 
-class Several(torch.autograd.Function):
-    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] holds n sources, and the first result all mixes.
+@whole_in_graphs
+def several(
+    by_kernels: bool,
+    stacked: bool,
+    apart: int,
+    weights: Tensor | None,
+    scores: Tensor | None,
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """`mixes` in one pass, and all tensors, so that gradients of later uses are added in the same pass.
 
-    Even then, the last ``apart`` mixes are separate results.
+    Autograd would take three passes: if units read n states one after the other, it would move 3n states.
 
-    All tensors are also returned, so that gradients of later uses are added in the same pass. Autograd would take three
-    passes: if units read n states one after the other, it would move 3n states.
+    Args:
+        by_kernels: as `in_one_pass` says.
+        stacked: whether the first tensor, [..., n, D], holds n sources, and the first result all mixes.
+        apart: even then, number of last mixes that are separate results.
+        weights, scores, tensors: as in `mixes`.
     """
+    return list(_Several.apply(by_kernels, stacked, apart, weights, scores, *tensors))
+
+
+class _Several(torch.autograd.Function):
+    """`several`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
         by_kernels, stacked, apart, weights, scores, *tensors = given
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
@@ -122,7 +139,7 @@ def differentiable(
     scores: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
-    """Gradients of `Several` by differentiable operations."""
+    """Gradients of `several` by differentiable operations."""
     factors = [x for x in (weights, scores) if x is not None]
     precision = torch.promote_types(grads[0].dtype, torch.float32)
     upstream = torch.stack(_sources(stacked, grads), -2).to(precision)

@@ -16,8 +16,9 @@ from rewire.mixes.again import Saved, is_sparing, remember, remember_written, sp
 from rewire.mixes.autograd import by_product, by_torch, exact_products, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
 from rewire.mixes.mix import Mix, fused, mix, through_norm
-from rewire.mixes.several import Several, differentiable, in_one_pass
-from rewire.mixes.tokens import ReadOff, by_autograd, outside_autocast, read_off
+from rewire.mixes.several import differentiable, in_one_pass, several
+from rewire.mixes.tokens import by_autograd, outside_autocast, read_off, read_off_at_once
+from rewire.mixes.traced import whole_in_graphs
 
 #: Given to a read of streams, so that its part of their gradient is computed in the backward of `read_off_streams`.
 Claim = tuple[Tensor, Tensor]
@@ -57,7 +58,7 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tupl
         scores, x = read_off(x, weight, eps)
         return scores, x.view(streams.shape), None
     with outside_autocast(x.device):
-        scores, x, grad, factors = ReadOff.apply(x, weight, eps, False, 0, (*lead, 1, width))
+        scores, x, grad, factors = read_off_at_once(x, weight, eps, False, 0, (*lead, 1, width))
     return scores, x.view(streams.shape), (grad, factors)
 
 
@@ -94,7 +95,7 @@ def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     if by_kernels is None or weights.shape[:-2] not in ((), streams.shape[:-2]):
         return _combined(streams, weights), streams
     table = (weights.mT, None) if weights.dim() == 2 else (None, weights.mT)
-    result, streams = Several.apply(by_kernels, True, 0, *table, streams)
+    result, streams = several(by_kernels, True, 0, table[0], table[1], [streams])
     return result, streams
 
 
@@ -122,8 +123,7 @@ class PendingRead(Mix):
 
     def value(self) -> Tensor:
         with sparing(self.streams):
-            total: Tensor = _Claimed.apply(None, self.streams, self.factors, None, None, *self.claim)
-            return total
+            return read_claimed(None, 0.0, self.streams, self.factors, None, None, self.claim)[0]
 
     def normed(
         self, module: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor] | None = None
@@ -132,17 +132,32 @@ class PendingRead(Mix):
         if norm is None:
             total = self.value()
             return total, module(total) if alone is None else alone(total)
-        terms = self.streams, self.factors, norm.weight, norm.bias, *self.claim
         with sparing(self.streams):
-            both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)
-            return both
+            terms = self.streams, self.factors, norm.weight, norm.bias, self.claim
+            total, after = read_claimed(norm.kind, norm.eps, *terms)
+        return total, after
+
+
+@whole_in_graphs
+def read_claimed(
+    norm: str | None,
+    eps: float,
+    streams: Tensor,
+    factors: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    claim: Sequence[Tensor],
+) -> list[Tensor]:
+    """The sum of a `PendingRead`, whose attributes these are, and its `Norm`, if there is one."""
+    found = _Claimed.apply(None if norm is None else (norm, eps), streams, factors, weight, bias, *claim)
+    return [found] if norm is None else list(found)
 
 
 class _Claimed(torch.autograd.Function):
-    """The sum of a `PendingRead`, and its norm."""
+    """`read_claimed`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
         kind, streams, factors, weight, bias, *_ = given
         ctx.kind = kind
         ctx.set_materialize_grads(False)
@@ -219,8 +234,7 @@ def _combined(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ())
             table = torch.cat([table[..., :n], *(columns for _, columns in terms)], -1)
         given = (table, None) if table.dim() == 2 else (None, table)
         parts = [part for parts, _ in terms for part in parts]
-        result: Tensor = Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
-        return result
+        return several(by_kernels, True, 0, given[0], given[1], [streams, *parts])[0]
     if exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
@@ -317,8 +331,7 @@ def write_and_read(
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
 
     def in_one(x: Tensor, branches: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = Several.apply(by_kernels, True, 1, table, None, x, *branches)
-        return found[:2]
+        return tuple(several(by_kernels, True, 1, table, None, [x, *branches])[:2])
 
     written, result = in_one(streams, branches, table)
     if is_sparing():
@@ -355,18 +368,27 @@ def write_and_project(
     table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
     table = torch.cat([table, *more], -1) if more else table
     with outside_autocast(streams.device):
-        written, products, *claim = _Written.apply(eps, projection, table, streams, *[f.squeeze(-2) for f in branches])
+        written, products, *claim = write_at_once(eps, projection, table, [streams, *[f.squeeze(-2) for f in branches]])
     return written, Projected(products, (claim[0], claim[1]))
 
 
-class _Written(torch.autograd.Function):
-    """Returns new streams, their projection, and a claim on them, as `read_off_streams` does.
+@whole_in_graphs
+def write_at_once(eps: float, projection: Tensor, table: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """New streams, their projection, and a claim on them, by one kernel: see `write_and_project`.
 
-    It saves streams, branches, the new streams, and a few numbers for each token.
+    Args:
+        eps, projection: as there.
+        table: the weights [..., k, n + number of branches].
+        tensors: the streams, and then the branches, [..., C].
     """
+    return list(_Written.apply(eps, projection, table, *tensors))
+
+
+class _Written(torch.autograd.Function):
+    """`write_at_once`; saves streams, branches, the new streams, and a few numbers for each token."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `Claims.forward`
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims`
         eps, weight, table, *tensors = given
         streams, *branches = tensors
         written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)

@@ -21,6 +21,7 @@ from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
 from rewire.mixes.again import spared
 from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.claims import added_up, by_read, claim_on
+from rewire.mixes.traced import whole_in_graphs
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -67,7 +68,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
             if not (torch.is_grad_enabled() or by_kernels(x, weight)):  # nothing is kept
                 return plain.project(x, weight, eps, clamped)[0], x
-            scores, x = ReadOff.apply(x, weight, eps, clamped, 0, None)
+            scores, x = read_off_at_once(x, weight, eps, clamped, 0, None)
             return scores, x
         return by_autograd(x, weight, eps, clamped), x
 
@@ -87,7 +88,7 @@ def read_off_apart(
         parts = (scores, scores) if alone else scores.split([first, weight.shape[1] - first], -1)
         return (scores, *parts), x
     with outside_autocast(x.device):
-        scores, x, near, later = ReadOff.apply(x, weight, eps, clamped, first, None)
+        scores, x, near, later = read_off_at_once(x, weight, eps, clamped, first, None)
     return (scores, near, later), x
 
 
@@ -107,14 +108,22 @@ def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps:
     known = x.dim() > 1 and len(out) <= operators.MOST_HIDDEN and by_kernels(x, weight)
     if known and not left_to_autograd(x, math.inf):
         with outside_autocast(x.device):
-            scores, x = _ReadOffHidden.apply(x, weight, out, static, eps)
-        return scores, x
+            return read_off_hidden_at_once(x, weight, out, static, eps)
     hidden, x = read_off(x, weight, eps)
     return project(F.gelu(hidden), out) + static, x
 
 
+@whole_in_graphs
+def read_off_hidden_at_once(
+    x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`read_off_hidden` by kernels."""
+    scores, x = _ReadOffHidden.apply(x, weight, out, static, eps)
+    return scores, x
+
+
 class _ReadOffHidden(torch.autograd.Function):
-    """`read_off_hidden`; saves ``x``, the hidden layer, and one number per row for the norm."""
+    """`read_off_hidden_at_once`; saves ``x``, the hidden layer, and one number per row for the norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -140,12 +149,20 @@ class _ReadOffHidden(torch.autograd.Function):
         return of_x, of_weight.T, *others, None
 
 
-class ReadOff(torch.autograd.Function):
-    """`read_off`; saves ``x``, with a norm the scores and one number per row, and clamped scores.
+@whole_in_graphs
+def read_off_at_once(
+    x: Tensor, weight: Tensor, eps: float | None, clamped: bool, first: int, shape: Sequence[int] | None
+) -> list[Tensor]:
+    """`read_off`, whose gradients come in one pass over memory.
 
-    With ``first`` it also returns the first scores and the others; with the ``shape`` of a read [..., 1, D] of streams,
-    a claim on them.
+    With ``first``, also the first scores and the others; with the ``shape`` of a read [..., 1, D] of streams, a claim
+    on them.
     """
+    return list(_ReadOff.apply(x, weight, eps, clamped, first, shape))
+
+
+class _ReadOff(torch.autograd.Function):
+    """`read_off_at_once`; saves ``x``, with a norm the scores and one number per row, and clamped scores."""
 
     @staticmethod
     def forward(
@@ -155,7 +172,7 @@ class ReadOff(torch.autograd.Function):
         eps: float | None,
         clamped: bool,
         first: int,
-        shape: tuple[int, ...] | None,
+        shape: Sequence[int] | None,
     ) -> tuple[Tensor, ...]:
         ctx.eps, ctx.clamped, ctx.first, ctx.by_kernels = eps, clamped, first, by_kernels(x, weight)
         forward = operators.project if ctx.by_kernels else plain.project

@@ -21,7 +21,8 @@ OPTIONS = [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (4, 5), (7, 1)]
 def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Module]) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
         y, past = opened[0], opened[1].states
-        assert len(past) == t and past[0].data_ptr() == x.data_ptr()  # x_0 .. x_{t-1}
+        assert len(past) == t  # x_0 .. x_{t-1}
+        assert torch.compiler.is_compiling() or past[0].data_ptr() == x.data_ptr()
         assert read is y
 
     return toy_nets.run(topology, weights, x, blocks, check=check)
