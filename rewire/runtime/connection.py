@@ -7,9 +7,7 @@ import dataclasses
 import itertools
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,9 +29,10 @@ from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
 from rewire.runtime.pieces import apart, pieces, together
+from rewire.runtime.recipe import read_recipe, recipe_of, scales_in
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.registry import name_and_options, topology_in
+from rewire.topologies.registry import topology_in
 from rewire.torch_internals import (
     buffers_of,
     drop_parameters,
@@ -53,8 +52,6 @@ logger = logging.getLogger("rewire.saving")
 _NUMBERS = itertools.count()
 #: The last effective weights computed without gradients, with the layout and copies of the stored weights behind them.
 _LAST: WeakKeyDictionary[Connection, tuple[Layout, dict[str, Tensor], Any]] = WeakKeyDictionary()
-_LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
-_DEEPEST_RECIPE = 32  # levels of nested lists and objects
 
 
 class Connection(Watched):
@@ -407,7 +404,7 @@ class Connection(Watched):
 
     def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
         """The factors other than 1 that convert weights of a file with this recipe to the scales used here."""
-        before = _scales_in(recipe)
+        before = scales_in(recipe)
         ratios = {name: before.get(self.weight_of(name), 1.0) / scale for name, scale in self.stored_in.items()}
         if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # the weights would vanish or overflow
             raise RewireError(f"the recipe among the weights is damaged: scales {before}, here {self.stored_in}.")
@@ -494,69 +491,6 @@ def _set(parameter: Any, value: Tensor) -> None:
         # All ranks have the same value: nothing has to be sent.
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
-
-
-def recipe_of(layout: Layout) -> dict[str, Any]:
-    """A layout as plain data."""
-    name, options = name_and_options(layout.topology)
-    return {
-        "topology": name,
-        "options": options,
-        "units": list(layout.units),
-        "width": layout.dims.width,
-        "attention": sorted(layout.dims.attention),
-    }
-
-
-def read_recipe(state: Any) -> dict[str, Any]:
-    """The recipe that `Connection.get_extra_state` wrote, even if the whole state dict was cast to another dtype.
-
-    Raises:
-        RewireError: the recipe is damaged, or it is the digest that a model from `rewire.eject` writes in its place.
-    """
-    state = state.to_local() if is_dtensor(state) else state
-    try:
-        text = bytes(state.byte().tolist())
-        if re.fullmatch(rb"[0-9a-f]{32}", text):
-            raise RewireError(
-                "these weights are those of an ejected model, which only its own files can read. Load them by the "
-                "class in these files; `coefficients(model)` of its rewire_runtime.py shows what was learned."
-            )
-        return parsed(text)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
-
-
-def parsed(text: bytes) -> dict[str, Any]:
-    """Parse the JSON object that is saved with weights, if it is no larger or deeper than rewire would write.
-
-    Raises:
-        ValueError: it is not such an object.
-    """
-    if len(text) > _LARGEST_RECIPE:
-        raise ValueError("no recipe is as large")
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        found = None
-    level = [found]
-    for _ in range(_DEEPEST_RECIPE):
-        level = [part for each in level if isinstance(each, (dict, list)) for part in _parts(each)]
-    if level or not isinstance(found, dict):
-        raise ValueError("it is no object, or one deep in others")
-    return found
-
-
-def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return whole.values() if isinstance(whole, dict) else whole
-
-
-def _scales_in(recipe: Any) -> dict[str, float]:
-    """The scales of weights in a file with this recipe; files of old versions have none."""
-    scales = recipe.get("scales", {})
-    if not isinstance(scales, dict) or not all(isinstance(unit, float) and 0 < unit < inf for unit in scales.values()):
-        raise RewireError(f"the recipe among the weights is damaged: scales {scales!r}.")
-    return scales
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

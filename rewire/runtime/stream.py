@@ -254,9 +254,8 @@ class Stream(TensorLike):
         if isinstance(held, Reading):
             if len(held.parts) == 1:
                 return held.parts[0], self.states
-            again = hasattr(
-                getattr(layout.topology, "merge", None), "repeatable"
-            )  # then branch outputs are kept anyway
+            # Such a topology keeps branch outputs anyway.
+            again = hasattr(getattr(layout.topology, "merge", None), "repeatable")
             return Mix(added=held.parts, again=again), self.states
         read = layout.topology.read(self.states, self.weights.value, layout.sites[self.position].unit)
         if not isinstance(read, tuple):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.runtime.connection import Connection, read_recipe
+from rewire.runtime.connection import Connection
+from rewire.runtime.recipe import read_recipe
 from rewire.saving.folder import RECIPE, with_recipe
 from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit
 

@@ -25,7 +25,8 @@ from rewire.copies import M
 from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
 from rewire.placement import is_dtensor
-from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
+from rewire.runtime.connection import Connection, SeparateNorms, learned_connections
+from rewire.runtime.recipe import parsed
 from rewire.saving.recipes import Recipe, described, difference, first_line, is_recipe, rewired_by
 from rewire.version import __version__
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rewire.errors import RewireError, UnknownName
-from rewire.runtime.connection import read_recipe
+from rewire.runtime.recipe import read_recipe
 from rewire.saving.checkpoint import read_connections
 from rewire.saving.folder import RECIPE
 from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, rewired_by

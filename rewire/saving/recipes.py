@@ -26,8 +26,9 @@ from rewire.passes.editing.connect import place
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.prepare import Prepared, prepare
 from rewire.passes.rewrite import rewrite
-from rewire.runtime.connection import Connection, recipe_of
+from rewire.runtime.connection import Connection
 from rewire.runtime.layout import Layout
+from rewire.runtime.recipe import recipe_of
 from rewire.topologies.base import Recurrence, Start, Topology
 from rewire.topologies.registry import named_topology, topology_in
 from rewire.trunk import Trunk
