@@ -33,8 +33,8 @@ from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Post, Reading, Stream
-from rewire.runtime.writes import REMEDY, counted, counting, noted, share_memory, uncounted
-from rewire.torch_internals import only_inlined, viewed
+from rewire.runtime.writes import REMEDY, counted, noted, share_memory, uncounted
+from rewire.torch_internals import only_inlined, outside_inference_mode, viewed
 
 _CLAMPED = (
     " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
@@ -387,6 +387,9 @@ class Depth:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
+        if uncounted():
+            with outside_inference_mode():
+                return self.add(shortcut, *branches, alpha=alpha, norm=norm, site=site, more=more, last=last, of=of)
         given: tuple[Any, ...] = branches
         if len(given) != 1 or not isinstance(given[0], Tensor):
             given = tuple([self._branch(branch, shortcut) for branch in branches])
@@ -403,9 +406,6 @@ class Depth:
 
     def _added(self, shortcut: Tensor, branches: tuple[Tensor, ...], alpha: float) -> Tensor:
         """The sum of a shortcut and some of the parallel branches of a residual add."""
-        if uncounted():
-            with counting():
-                return self._added(shortcut, branches, alpha)
         live, before = self._shortcut(shortcut)
         if live.overwritten:
             raise self._overwritten(live)
@@ -453,9 +453,6 @@ class Depth:
         live, before = self._shortcut(shortcut)
         if live.overwritten:
             raise self._overwritten(live)
-        if uncounted():
-            with counting():
-                return self._written(shortcut, branches, alpha, site)
         if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
             with torch.no_grad():
                 return self._written(shortcut, branches, alpha, site)
@@ -605,7 +602,7 @@ class Depth:
             OutOfOrder: the factor is not 1 any more.
         """
         if uncounted():
-            with counting():
+            with outside_inference_mode():
                 return self.copy(function, *values, factor=factor)
         live, held = self._held(values)
         # For separate q/k/v inputs, it is computed for each of them.
@@ -647,7 +644,7 @@ class Depth:
     def data(self, x: Any, *new: Any) -> Any:
         """``x.data``, or ``x.data = new``; for a stream's value by `detach`, which shares its version counter."""
         if uncounted():
-            with counting():
+            with outside_inference_mode():
                 return self.data(x, *new)
         root = _root(x) if isinstance(x, Tensor) else None
         known = [value for live in self.live for value in (*live.values, *live.stream.kept)]

@@ -13,9 +13,9 @@ from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
 from rewire.runtime.stream import Post, Reading, Stream
-from rewire.runtime.writes import counted, counting, is_written, noted, uncounted
+from rewire.runtime.writes import counted, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
-from rewire.torch_internals import only_inlined
+from rewire.torch_internals import only_inlined, outside_inference_mode
 
 
 @dataclasses.dataclass
@@ -144,7 +144,7 @@ class Live:
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """Read the value; with a norm, its output is computed together with it."""
         if uncounted():
-            with counting():
+            with outside_inference_mode():
                 return self.read(norm)
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry

@@ -30,18 +30,17 @@ from rewire.runtime.writes import (
     PART,
     check_part,
     counted,
-    counting,
     is_written,
     note_part,
     noted,
-    share_memory,
     uncounted,
 )
 from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import (
     in_higher_order,
-    memory_within,
+    memories_within,
     only_inlined,
+    outside_inference_mode,
     pytree,
     saved_tensor_hooks,
     unviewed,
@@ -305,7 +304,7 @@ class Stream(TensorLike):
 
     def lent(self) -> Tensor:
         if uncounted():
-            with counting():
+            with outside_inference_mode():
                 return self.lent()
         value = counted(self.value())
         if not (torch.compiler.is_compiling() and in_higher_order()):
@@ -334,8 +333,10 @@ class Stream(TensorLike):
         first, last, parts = self.states[0], self.states[-1], [*self._held_apart()]
         parts += [first] if isinstance(first, Tensor) else []
         parts += last.states[-1:] if isinstance(last, History) else ()
-        for value in values:
-            if any(share_memory(value, part) for part in parts):  # histories hold them detached, with their counter
+        memories = memories_within((*values, *parts))
+        of_parts = memories[len(values) :]
+        for value, memory in zip(values, memories, strict=False):
+            if memory is not None and memory in of_parts:  # histories hold them detached, with their counter
                 self.weights.kept.append((weakref.ref(value), noted(value)))
 
     @property
@@ -368,8 +369,8 @@ class Stream(TensorLike):
 
     def _holds(self, value: Tensor) -> bool:
         """Whether a tensor's memory is part of the stream; if that cannot be told, yes."""
-        memory = memory_within(value)
-        return memory is None or memory in map(memory_within, self._parts())
+        memory, *of_parts = memories_within((value, *self._parts()))
+        return memory is None or memory in of_parts
 
     def _parts(self) -> list[Tensor]:
         """The tensors of the stream."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
-from rewire.torch_internals import memory_within, only_inlined, while_traced, writes_within
+from rewire.torch_internals import (
+    memories_within,
+    memory_within,
+    only_inlined,
+    outside_inference_mode,
+    while_traced,
+    writes_within,
+)
 
 #: How to mend it.
 REMEDY = (
@@ -97,8 +102,8 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same memory; where that cannot be told, as under torch.compile, are the same."""
     if x is y or torch.compiler.is_dynamo_compiling():
         return x is y
-    memory = memory_within(x)
-    return memory is not None and memory == memory_within(y)
+    memory, other = memories_within((x, y))
+    return memory is not None and memory == other
 
 
 def uncounted() -> bool:
@@ -106,18 +111,11 @@ def uncounted() -> bool:
     return not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled()
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[None]:
-    """Context in which torch counts writes to the tensors that are made, and records no gradients."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def counted(value: Tensor) -> Tensor:
     """The tensor, or a copy of one that was made in `torch.inference_mode`."""
     if torch.compiler.is_dynamo_compiling() or not value.is_inference():
         return value
-    with counting():
+    with outside_inference_mode():
         return value.clone()
 
 
