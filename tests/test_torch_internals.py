@@ -225,6 +225,26 @@ def test_writes_are_counted() -> None:
     assert internals.writes_to(x) == before + 1
 
 
+def test_inference_mode_is_left_without_recording_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with torch.inference_mode():
+        with internals.outside_inference_mode():
+            made = weight * 2
+            assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        assert not (made.is_inference() or made.requires_grad)
+        assert torch.is_inference_mode_enabled() and (weight * 2).is_inference()
+    assert torch.is_grad_enabled() and (weight * 2).requires_grad
+
+
+def test_memory_of_several_tensors_is_told_at_once() -> None:
+    x, sparse = torch.zeros(2, 2), torch.eye(2).to_sparse()
+    first, view, other, none = internals.memories_within([x, x[1:].detach(), x.clone(), sparse])
+    assert first == view == internals.memory_within(x) and other not in (first, None) and none is None
+    inside = list[list[int | None]]()
+    torch.func.vmap(lambda row: inside.append(internals.memories_within([row, row * 2])) or row)(x)
+    assert inside[0][0] == first != inside[0][1]
+
+
 def test_views_and_memory_are_told() -> None:
     x = torch.ones(4)
     view = x[1:][1:]

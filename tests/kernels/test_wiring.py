@@ -366,10 +366,10 @@ class TestWiring:
         assert all(s.untyped_storage().nbytes() <= 4 * (2 * depth) * (2 * depth + 1) // 2 for s in small)
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v3", "muddformer"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v3", "attnres", "muddformer", "hc-dynamic", "mhc"])
     def test_torch_compile(self, key: str) -> None:
         """Some are deep enough for sums that begin in blocks."""
-        depth = 2 if key == "muddformer" else 5
+        depth = 2 if key in ("muddformer", "hc-dynamic", "mhc") else 5
         model, called = mixed(Net(depth), key, granularity="sublayer"), []
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
