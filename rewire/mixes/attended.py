@@ -203,7 +203,7 @@ class _Claims(torch.autograd.Function):
     """`claim_attended`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims`
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims._Claims`
         through, count, *tensors = given
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -350,7 +350,7 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims._Claims`
         counts, fixed, *tensors = given
         sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
         norm, constants, weight, accumulator, ctx.attended, again = fixed

@@ -89,7 +89,7 @@ class _Several(torch.autograd.Function):
     """`several`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims._Claims`
         by_kernels, stacked, apart, weights, scores, *tensors = given
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)

@@ -157,7 +157,7 @@ class _Claimed(torch.autograd.Function):
     """`read_claimed`."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims`
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `claims._Claims`
         kind, streams, factors, weight, bias, *_ = given
         ctx.kind = kind
         ctx.set_materialize_grads(False)
@@ -388,7 +388,7 @@ class _Written(torch.autograd.Function):
     """`write_at_once`; saves streams, branches, the new streams, and a few numbers for each token."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims`
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `claims._Claims`
         eps, weight, table, *tensors = given
         streams, *branches = tensors
         written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
