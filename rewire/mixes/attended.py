@@ -189,10 +189,10 @@ class ClaimedAttendedHistory(ClaimedHistory, AttendedHistory):
 
 @whole_in_graphs
 def claim_attended(through: int, count: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Claims of N later reads on M states, their tallies, and the states, ``through`` times (once if M > 1).
+    """Claims of N later reads on M states, their tallies, and the states.
 
     Args:
-        through: see above.
+        through: how often each state is returned (once if M > 1).
         count: M.
         tensors: the scores of each state, [..., N], and then the states, [..., D].
     """

@@ -66,7 +66,11 @@ def claimed_mixes(
 ) -> list[Tensor]:
     """Several mixes of states in one pass; their gradients go only to their claims.
 
-    The claims are ordered by mix, ``n`` of each.
+    Args:
+        values: the states, detached.
+        rows, scores: their weights, as in `operators.mixes`.
+        n: number of claims of each mix.
+        claims: the claims, ordered by mix.
     """
     return list(_ClaimedMixes.apply(values, rows, scores, n, *claims))
 

@@ -128,7 +128,7 @@ class Mix:
             added = (*added[: MAX_ADDED - 1], functools.reduce(torch.add, added[MAX_ADDED - 1 :]))
         added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
         if by_operator():
-            return self._by_operator(norm, added)
+            return self._in_graph(norm, added)
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
         assert self.weights is None or isinstance(self.weights, Tensor)  # sums with numbers are left to autograd
@@ -142,7 +142,8 @@ class Mix:
         with sparing(self._like):
             return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *[x for terms in given for x in terms])
 
-    def _by_operator(self, norm: Norm | None, added: Sequence[Tensor]) -> Any:
+    def _in_graph(self, norm: Norm | None, added: Sequence[Tensor]) -> Any:
+        """`_computed` while Dynamo traces; ``added`` are the terms to use in place of the attribute."""
         assert self.weights is None or isinstance(self.weights, Tensor)
         terms = self.sources, self.weights, self.scores, added, self.claims, self.accumulator
         statistics, states, scores, columns, scaled = self.attended or (None, (), (), (), False)

@@ -26,15 +26,7 @@ from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
-from rewire.runtime.writes import (
-    PART,
-    check_part,
-    counted,
-    is_written,
-    note_part,
-    noted,
-    uncounted,
-)
+from rewire.runtime.writes import PART, check_part, counted, is_written, note_part, noted, uncounted
 from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import (
     in_higher_order,

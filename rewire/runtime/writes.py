@@ -99,7 +99,7 @@ def _check_part(fake: Tensor) -> None:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have the same memory; where that cannot be told, as under torch.compile, are the same."""
+    """Whether two tensors have the same memory; under torch.compile, where that cannot be told, are the same."""
     if x is y or torch.compiler.is_dynamo_compiling():
         return x is y
     memory, other = memories_within((x, y))
