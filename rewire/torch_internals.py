@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -171,14 +171,6 @@ def memory_within(tensor: Tensor) -> int | None:
         return memory_of(tensor) if inner is tensor else memory_within(inner)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def memories_within(tensors: Sequence[Tensor]) -> list[int | None]:
-    """`memory_within` of each: in one call, as each residual add asks."""
-    if _transforms_active is not None and not _transforms_active():
-        with suppress(NotImplementedError, RuntimeError):
-            return [tensor.untyped_storage()._cdata for tensor in tensors]
-    return [memory_within(tensor) for tensor in tensors]
 
 
 def _unwrapped_once(tensor: Tensor) -> Tensor:
@@ -434,16 +426,16 @@ def in_higher_order() -> bool:
 SESSIONS_ARE_SEEN = hasattr(torch.compiler, "_compile_session_context")
 
 
-def while_traced(function: Callable[[Tensor], None], value: Tensor) -> None:
-    """While torch.compile traces: call a function at once, with the fake tensor that stands for ``value``."""
+def while_traced(function: Callable[[list[Tensor]], None], *values: Tensor) -> None:
+    """While torch.compile traces: call a function at once, with the fake tensors that stand for ``values``."""
     from torch._dynamo.comptime import comptime
 
     comptime(_called_while_traced)
 
 
 def _called_while_traced(context: Any) -> None:
-    function, value = context.get_local("function"), context.get_local("value")
-    function.as_python_constant()(value.as_fake())
+    function, values = context.get_local("function"), context.get_local("values")
+    function.as_python_constant()([proxy.node.meta["example_value"] for proxy in values.as_proxy()])
 
 
 def only_inlined(*functions: Any) -> None:

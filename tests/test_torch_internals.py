@@ -236,13 +236,15 @@ def test_inference_mode_is_left_without_recording_gradients() -> None:
     assert torch.is_grad_enabled() and (weight * 2).requires_grad
 
 
-def test_memory_of_several_tensors_is_told_at_once() -> None:
+def test_memory_within_transforms_is_that_of_the_tensors_inside() -> None:
     x, sparse = torch.zeros(2, 2), torch.eye(2).to_sparse()
-    first, view, other, none = internals.memories_within([x, x[1:].detach(), x.clone(), sparse])
-    assert first == view == internals.memory_within(x) and other not in (first, None) and none is None
-    inside = list[list[int | None]]()
-    torch.func.vmap(lambda row: inside.append(internals.memories_within([row, row * 2])) or row)(x)
-    assert inside[0][0] == first != inside[0][1]
+    memory = internals.memory_within(x)
+    assert memory == internals.memory_within(x[1:].detach()) and memory is not None
+    assert memory != internals.memory_within(x.clone())
+    assert internals.memory_within(sparse) is None
+    inside = list[int | None]()
+    torch.func.vmap(lambda row: inside.extend(map(internals.memory_within, (row, row * 2))) or row)(x)
+    assert inside[0] == memory != inside[1]
 
 
 def test_views_and_memory_are_told() -> None:

@@ -105,6 +105,11 @@ class History:
     def newest(self, x: Tensor) -> None:
         self.states = (*self.states[:-1], x)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors of the history from which later reads are made."""
+        return self.states
+
     def project(self, weight: Tensor) -> Tensor:
         """``weight . rmsnorm(newest)`` for each token, [..., n] for a weight [n, D], in float32 or better."""
         scores, self.newest = read_off(self.newest, weight.T, _EPS)

@@ -471,15 +471,11 @@ class Depth:
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
         branches = _scaled(branches, alpha)
-        keeps = live.stream.takes_branches
-        if keeps:
-            live.stream.check_kept()
+        if live.stream.takes_branches:
             branches = tuple(map(counted, branches))
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)
-        if keeps:
-            live.stream.keep(*branches)
         return live
 
     def push(
@@ -520,7 +516,7 @@ class Depth:
         return with_item(state, item, index, functools.partial(self._pushed, live, norm, more=more))
 
     def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
-        live.stream = live.stream.push(self._tensor(part), more)
+        live.stream = live.stream.push(counted(self._tensor(part)), more)
         value, live.apart = live.read(norm), False  # a new value, from which nothing was projected yet
         return part if more else value
 
@@ -647,7 +643,7 @@ class Depth:
             with outside_inference_mode():
                 return self.data(x, *new)
         root = _root(x) if isinstance(x, Tensor) else None
-        known = [value for live in self.live for value in (*live.values, *live.stream.kept)]
+        known = [value for live in self.live for value in (*live.values, *live.stream.known)]
         if root is not None and any(_root(value) is root or share_memory(value, x) for value in known):
             return x.detach().copy_(*new) if new else x.detach()
         if new:

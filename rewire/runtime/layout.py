@@ -23,6 +23,7 @@ class Site(NamedTuple):
         post: whether an operation of the model follows its sum before the next branch reads it.
         makes_state: whether that operation makes a state of the topology, rather than what the next branch reads.
         norm_again: whether backward recomputes the norm of what its branch reads.
+        drops: whether its unit is one of `Topology.drops`.
         left: number of units after its own.
     """
 
@@ -32,6 +33,7 @@ class Site(NamedTuple):
     post: bool
     makes_state: bool
     norm_again: bool
+    drops: bool
     left: int
 
 
@@ -89,13 +91,13 @@ class Layout:
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
-        again, sites = topology.norms_again(self.dims), list[Site]()
+        again, drops, sites = topology.norms_again(self.dims), topology.drops(self.dims), list[Site]()
         neighbours = zip((0, *self.units[:-1]), self.units, (*self.units[1:], 0), strict=True)
         for number, (before, unit, following) in enumerate(neighbours):
             closes, reads_qkv = unit != following, unit != before and unit in self.dims.attention
             post, left = number in self.posts, self.dims.depth - unit
             makes_state = post and closes and self.recurrence is not None
-            sites.append(Site(unit, closes, reads_qkv, post, makes_state, unit in again, left))
+            sites.append(Site(unit, closes, reads_qkv, post, makes_state, unit in again, unit in drops, left))
         self.sites = tuple(sites)
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:

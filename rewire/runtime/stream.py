@@ -26,16 +26,17 @@ from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
-from rewire.runtime.writes import PART, check_part, counted, is_written, note_part, noted, uncounted
+from rewire.runtime.writes import PART, check_parts, counted, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import (
     in_higher_order,
-    memories_within,
+    memory_within,
     only_inlined,
     outside_inference_mode,
     pytree,
     saved_tensor_hooks,
     unviewed,
+    writes_within,
 )
 
 
@@ -53,15 +54,16 @@ class Weights:
         format: memory format that values have to get, if sums might have another than the model's hidden states: the
             model may take views of them, and random numbers are drawn in memory order.
         loans: values of streams that were read between blocks, each with its version counter then.
-        kept: tensors of the model's that became part of a stream, each with its version counter then.
+        known: tensors that the model knows and that may be part of a stream, each with its version counter when it
+            gave or got them.
     """
 
-    __slots__ = ("ended", "format", "kept", "learned", "loans", "recorded", "value")
+    __slots__ = ("ended", "format", "known", "learned", "loans", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int | None]] = []
-        self.kept: list[tuple[weakref.ref[Tensor], int | None]] = []
+        self.known: list[tuple[weakref.ref[Tensor], int | None]] = []
         self.format: torch.memory_format | None = None
         self.ended = False
 
@@ -166,7 +168,7 @@ class Stream(TensorLike):
         states, shared = layout.topology.start(layout.channels_last(x), weights), Weights(weights, learned)
         shared.format = _format(x, layout.channel_dim)
         stream = cls(states, None, shared, layout, placement=placement)
-        stream.keep(x)
+        stream.know(x)
         return stream
 
     @property
@@ -241,14 +243,19 @@ class Stream(TensorLike):
         """What the next branch reads, perhaps a sum yet to be computed, and the states after the read."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
+            self.check_known(all=False)
             return self._merge(layout.sites[self.position - 1], held.branches), self.states
         if isinstance(held, Reading):
-            if len(held.parts) == 1:
+            if len(held.parts) == 1:  # read by the caller of this function, or by the block before
+                self.check_known(all=False)
                 return held.parts[0], self.states
             # Such a topology keeps branch outputs anyway.
             again = hasattr(getattr(layout.topology, "merge", None), "repeatable")
             return Mix(added=held.parts, again=again), self.states
-        read = layout.topology.read(self.states, self.weights.value, layout.sites[self.position].unit)
+        site = layout.sites[self.position]
+        if site.drops:
+            self.check_known(all=True)
+        read = layout.topology.read(self.states, self.weights.value, site.unit)
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")
         value, states = read
@@ -316,61 +323,64 @@ class Stream(TensorLike):
             if any(is_written(value, before) for value, before in loans):
                 raise self.written_to("through a view")
 
-    def keep(self, *values: Tensor) -> None:
-        """Note those of the model's tensors that are part of the stream, and not only added to it."""
+    def know(self, value: Tensor) -> int | None:
+        """Note a tensor that the model knows and that may be part of the stream; returns what `noted` does."""
         if torch.compiler.is_dynamo_compiling():
-            for value in values:
-                note_part(value)
-            return
-        first, last, parts = self.states[0], self.states[-1], [*self._held_apart()]
-        parts += [first] if isinstance(first, Tensor) else []
-        parts += last.states[-1:] if isinstance(last, History) else ()
-        memories = memories_within((*values, *parts))
-        of_parts = memories[len(values) :]
-        for value, memory in zip(values, memories, strict=False):
-            if memory is not None and memory in of_parts:  # histories hold them detached, with their counter
-                self.weights.kept.append((weakref.ref(value), noted(value)))
+            return noted(value, part=True)
+        before = writes_within(value)
+        self.weights.known.append((weakref.ref(value), before))
+        return before
 
     @property
-    def kept(self) -> list[Tensor]:
-        """The model's tensors that are part of the stream, and others if torch.compile traces."""
+    def known(self) -> list[Tensor]:
+        """The tensors of the stream that the model knows, and others if torch.compile traces."""
         if torch.compiler.is_dynamo_compiling():
             return self._parts()
-        return [value for value in (known() for known, _ in self.weights.kept) if value is not None]
+        known = (of() for of, _ in self.weights.known)
+        return [value for value in known if value is not None and self._holds(value)]
 
-    def check_kept(self, *, all: bool = False) -> None:
-        """Check that the model has not written to tensors of its own that are part of the stream.
+    def check_known(self, *, all: bool) -> None:
+        """Check that the model has not written to tensors that it knows and that are part of the stream.
 
         Args:
-            all: whether to look at all of them, not only at the newest.
+            all: whether to look at all states, and not only at what the last unit has read and written.
 
         Raises:
             OutOfOrder: it has.
         """
         if torch.compiler.is_dynamo_compiling():
-            for part in self._parts() if all else self._held_apart():
-                check_part(part)
+            check_parts(*(self._parts() if all else self._newest_parts()))
             return
-        for known, before in self.weights.kept if all else self.weights.kept[-2:]:
-            value = known()
-            if value is not None and is_written(value, before) and self._holds(value):
+        newest = 0 if all else -2 * len(self._held_apart())  # the reads and branches of a unit, and the one before
+        for of, before in self.weights.known[newest:]:
+            value = of()
+            if value is None or before is None or writes_within(value) == before:
+                continue
+            if self._holds(value):
                 raise OutOfOrder(
-                    f"the input of trunk '{self.layout.trunk}', or what one of its branches has returned, was written "
-                    f"to in place before residual add {self.position + 1}, after it was added: {PART}"
+                    f"the input of trunk '{self.layout.trunk}', what one of its branches has returned, or a hidden "
+                    f"state was written to in place before residual add {self.position + 1}, after it became part of "
+                    f"the residual stream: {PART}"
                 )
 
     def _holds(self, value: Tensor) -> bool:
         """Whether a tensor's memory is part of the stream; if that cannot be told, yes."""
-        memory, *of_parts = memories_within((value, *self._parts()))
-        return memory is None or memory in of_parts
+        memory = memory_within(value)
+        return memory is None or any(memory == memory_within(part) for part in self._parts())
 
     def _parts(self) -> list[Tensor]:
         """The tensors of the stream."""
         parts = [*self._held_apart(), *(state for state in self.states if isinstance(state, Tensor))]
         for state in self.states:
             if isinstance(state, History):
-                parts += state.states
+                parts += state.parts
         return parts
+
+    def _newest_parts(self) -> list[Tensor]:
+        """What the last unit has read and written."""
+        first, last = self.states[0], self.states[-1]
+        parts = [*self._held_apart(), *([first] if isinstance(first, Tensor) else [])]
+        return [*parts, *last.parts[-1:]] if isinstance(last, History) else parts
 
     def _held_apart(self) -> tuple[Tensor, ...]:
         """The tensors of the stream that are not yet part of its states: outputs of branches, and what they read."""
@@ -381,8 +391,9 @@ class Stream(TensorLike):
 
     @property
     def takes_branches(self) -> bool:
-        """Whether the next write makes branch outputs part of the stream, rather than add them up."""
-        return isinstance(self.states[-1], History) or not self.layout.sites[self.position].closes
+        """Whether the next write may make branch outputs part of the stream, rather than add them up."""
+        site = self.layout.sites[self.position]
+        return not site.closes or site.drops or isinstance(self.states[-1], History)
 
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
         """The hidden state that the model would have here, and a function that replaces it and returns the new stream.
@@ -408,6 +419,7 @@ class Stream(TensorLike):
     def _replaced(self, state: Tensor) -> Stream:
         """The stream with ``state`` as the newest state."""
         states, state = [*self.states], self.layout.channels_last(self._in(state))
+        self.know(state)
         for place in self._newest():
             states[place] = state
         return self._with(tuple(states))
@@ -459,6 +471,11 @@ class Stream(TensorLike):
                 raise self._once_too_often()
             return self.read()[1].write(*branches)
         site, branches = layout.sites[self.position], self._fitted(branches, reading)
+        takes = self.takes_branches
+        if takes or reading.branch is not None or self.position == 0:  # else `Live` has checked all that is used
+            self.check_known(all=site.closes and site.drops)
+        for branch in branches if takes else ():
+            self.know(branch)
         if layout.observe is not None:
             layout.observe("write", self.position, branches)
         outputs = branches if reading.branch is None else (reading.branch, *branches)
@@ -523,6 +540,7 @@ class Stream(TensorLike):
         layout, recurrence = self.layout, self.layout.recurrence
         assert recurrence is not None
         unit, state = layout.sites[self.position - 1].unit, layout.channels_last(self._in(state))
+        self.know(state)
         return self._with(recurrence.push(self.states, self.weights.value, unit, state))
 
     def settled(self) -> Stream:
@@ -589,7 +607,7 @@ class Stream(TensorLike):
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
-        self.check_kept(all=True)
+        self.check_known(all=True)
         self._seen("end", self.states)
         output = self._restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
         if not (torch.compiler.is_compiling() and in_higher_order()):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder
 from rewire.torch_internals import (
-    memories_within,
     memory_within,
     only_inlined,
     outside_inference_mode,
@@ -34,15 +33,19 @@ _NOTED = "writes_when_read"
 _KEPT: dict[int | None, tuple[Any, int | None]] = {}
 
 
-def noted(value: Tensor) -> int | None:
+def noted(value: Tensor, part: bool = False) -> int | None:
     """How often a tensor was written to.
 
     None for one of the user's that was made in `torch.inference_mode`, and while torch.compile traces, when the fake
     tensor keeps the number.
+
+    Args:
+        value: the tensor.
+        part: whether it may be part of a stream: see `check_parts`.
     """
     if not torch.compiler.is_dynamo_compiling():
         return writes_within(value)
-    while_traced(_note, value)
+    while_traced(_note_part if part else _note, value)
     return None
 
 
@@ -58,11 +61,13 @@ def is_written(value: Tensor, before: int | None) -> bool:
     return False
 
 
-def _note(fake: Tensor) -> None:
+def _note(fakes: list[Tensor]) -> None:
+    (fake,) = fakes
     setattr(fake, _NOTED, writes_within(fake))
 
 
-def _check(fake: Tensor) -> None:
+def _check(fakes: list[Tensor]) -> None:
+    (fake,) = fakes
     if writes_within(fake) != getattr(fake, _NOTED, 0):  # 0: read in front of a graph break, and an input since
         raise OutOfOrder(
             "the value of a trunk was written to in place, after the stream was read: earlier states that other "
@@ -70,40 +75,38 @@ def _check(fake: Tensor) -> None:
         )
 
 
-def note_part(value: Tensor) -> None:
-    """While torch.compile traces: note a tensor that becomes part of a stream, for `check_part`."""
-    while_traced(_note_part, value)
-
-
-def check_part(part: Tensor) -> None:
-    """While torch.compile traces: check that a tensor was not written to since it became part of a stream.
+def check_parts(*parts: Tensor) -> None:
+    """While torch.compile traces: check that tensors of a stream were not written to since they were `noted` as such.
 
     Raises:
-        OutOfOrder: it was.
+        OutOfOrder: one was.
     """
-    while_traced(_check_part, part)
+    while_traced(_check_parts, *parts)
 
 
-def _note_part(fake: Tensor) -> None:
+def _note_part(fakes: list[Tensor]) -> None:
+    _note(fakes)
+    (fake,) = fakes
     memory = memory_within(fake)
     # A buffer that branches share becomes a part several times: what was written to it since the first time counts.
     if memory is not None and memory not in _KEPT:
         _KEPT[memory] = weakref.ref(fake, lambda _: _KEPT.pop(memory, None)), writes_within(fake)
 
 
-def _check_part(fake: Tensor) -> None:
-    known, before = _KEPT.get(memory_within(fake), (lambda: None, 0))
-    value = known()
-    if value is not None and writes_within(value) != before:
-        raise OutOfOrder(f"a tensor was written to in place after it was added: {PART}")
+def _check_parts(fakes: list[Tensor]) -> None:
+    for fake in fakes:
+        known, before = _KEPT.get(memory_within(fake), (lambda: None, 0))
+        value = known()
+        if value is not None and writes_within(value) != before:
+            raise OutOfOrder(f"a tensor was written to in place after it became part of the stream: {PART}")
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same memory; under torch.compile, where that cannot be told, are the same."""
     if x is y or torch.compiler.is_dynamo_compiling():
         return x is y
-    memory, other = memories_within((x, y))
-    return memory is not None and memory == other
+    memory = memory_within(x)
+    return memory is not None and memory == memory_within(y)
 
 
 def uncounted() -> bool:

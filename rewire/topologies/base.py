@@ -160,6 +160,15 @@ class Topology(ABC, Generic[W]):
         """The units where backward recomputes the norm of what is read, as they would keep more than the model does."""
         return range(1, dims.depth + 1)
 
+    def drops(self, dims: Dims) -> Collection[int]:
+        """The units whose `read` or `write` may be the last to use a state that is a tensor which the model knows.
+
+        The model knows the trunk's input, what it reads, branch outputs, and results of post-norms. Streams check that
+        it has not written to one that is a state: in these units, and at the trunk's end. What a unit reads itself
+        does not count here: that is checked in every unit.
+        """
+        return range(1, dims.depth + 1)
+
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """Start values of the learned connection weights of a trunk, float32, by name.
@@ -331,6 +340,9 @@ class FirstOrder(Recurrence[W]):
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
         return (x,)
+
+    def drops(self, dims: Dims) -> Collection[int]:
+        return ()
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)

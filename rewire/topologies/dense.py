@@ -117,6 +117,9 @@ class _Dense(Topology[W]):
     def norms_again(self, dims: Dims) -> Collection[int]:
         return self.wired(dims) if self.few else super().norms_again(dims)
 
+    def drops(self, dims: Dims) -> Collection[int]:
+        return self.wired(dims) if self.few else ()
+
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         """The inputs of unit t with separate reads; empty if it has one read for all; None if it reads no mix."""
         chosen: tuple[Channel, ...] = getattr(self, "channels", None) or CHANNELS

@@ -135,6 +135,18 @@ class Frozen(Recurrence[Constants]):
             values[line.target] = x if line is written else self.summed(line, values, weights)
         return tuple(values[name] for name in self._after[t])
 
+    def drops(self, dims: Dims) -> list[int]:
+        units = [*enumerate(self._program.units, start=1)]
+        reads = {unit.read for _, unit in units}
+        written = {line.target for t, unit in units for line in unit.after if _has(line, t)}  # perhaps by a post-norm
+        known = {*self._after[0], *reads, *written, *(branch_of(t) for t, _ in units)}
+        found = list[int]()
+        for t, unit in units:
+            before, during, after = set(self._after[t - 1]), set(self._during[t - 1]), set(self._after[t])
+            if known & ((before - during) | (during - after)) - {unit.read}:
+                found.append(t)
+        return found
+
     def newest(self, states: States, weights: Constants, t: int) -> tuple[int, ...]:
         """As in `Topology`, if unit t reads the only value that unit t - 1 wrote."""
         names, read = self._after[t - 1], self._program.units[t - 1].read

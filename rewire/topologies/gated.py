@@ -103,6 +103,9 @@ class GatedHyperConnections(Topology[Named]):
         table = torch.cat([kept, write.unsqueeze(-2)], dim=-2)
         return (combine(streams, table, [branch.unsqueeze(-2) for branch in branches]),)
 
+    def drops(self, dims: Dims) -> tuple[()]:
+        return ()
+
     def finish(self, states: States, weights: Named, dims: Dims) -> Tensor:
         return self._read(states[0], weights, dims.depth)[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -125,6 +125,9 @@ class GRN(DenseIncrements[Weights]):
         if len(b) > 1:
             found = mixes(stack, b, torch.stack(scores, dim=-1))[0]
         return self.seen(found, weights, t, history.newest)
+
+    def drops(self, dims: Dims) -> Collection[int]:
+        return super().drops(dims) if self.last is None else range(1, dims.depth + 1)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         f, history = super().write(states, weights, t, *branches)

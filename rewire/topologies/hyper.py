@@ -182,6 +182,9 @@ class Streams(Topology[Weights]):
             return (combine(streams, table, split),)
         return write_and_project(streams, table, split, following.dynamic[1], self.norm_eps)
 
+    def drops(self, dims: Dims) -> tuple[()]:
+        return ()
+
     def lasting(self, states: States) -> States:
         return states[:1]
 

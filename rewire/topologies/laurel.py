@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -151,6 +152,9 @@ class LaurelLR(Recurrence[LowRank]):
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (x,)
 
+    def drops(self, dims: Dims) -> Collection[int]:
+        return ()
+
     def newest(self, states: States, weights: LowRank, t: int) -> tuple[int, ...]:
         return (-1,)
 
@@ -205,6 +209,9 @@ class LaurelPA(LaurelLR):
 
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (*states, x)[-self.last :]
+
+    def drops(self, dims: Dims) -> Collection[int]:
+        return range(self.last, dims.depth + 1) if self.last > 1 else ()
 
     def matrix(self, weights: LowRank, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""

@@ -128,6 +128,10 @@ class FewHistory(History):
     def newest(self, x: Tensor) -> None:
         self.states = (*self.states[:-1], x)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.states if self.reading is None else (*self.states, *self.reading.known.values())
+
     def written(self, t: int, increment: Tensor) -> FewHistory:
         """The history with the increment of unit t, if a later read mixes it."""
         return FewHistory(self.table, (*self.states, increment)) if t in self.table.held(t + 1, t) else self

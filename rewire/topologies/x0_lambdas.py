@@ -74,6 +74,9 @@ class X0Lambdas(Recurrence[Tensor]):
     def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return states[0], x
 
+    def drops(self, dims: Dims) -> tuple[()]:
+        return ()
+
     def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
         return states[1]
 

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from written_nets import BLOCK, BODY, WIDTH, written_input, written_net
 
 import rewire
+from rewire.topologies.registry import make_topology
 
 OTHER = "if x.shape[1] == 4:\n    "
 LOST = "written to in place"
@@ -23,7 +24,7 @@ def other_input() -> Tensor:
     return torch.randn(2, 4, WIDTH)
 
 
-def connected(block: str = BLOCK, body: str = BODY, topology: str = "ancre-ingoing") -> nn.Module:
+def connected(block: str = BLOCK, body: str = BODY, topology: Any = "ancre-ingoing") -> nn.Module:
     torch.manual_seed(0)  # the same weights for all
     rewired = rewire.compile(written_net(block, body), topology, example_inputs=(written_input(),), validate=False)
     return shaken(rewired, 0.3, seed=1)
@@ -77,9 +78,13 @@ KEPT = [
 ]
 
 
+#: Whose states have sums with branches, not these themselves.
+SUMMED = [*[(*each, "residual") for each in KEPT], (*KEPT[-1], "ancre-ingoing"), (*KEPT[-1], "muddformer")]
+IN_STATES = [(*each, topology) for each in KEPT for topology in ("ancre-ingoing", "muddformer", "attnres")]
+
+
 @pytest.mark.each_once
-@pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer", "attnres"])
-@pytest.mark.parametrize(("block", "body"), KEPT)
+@pytest.mark.parametrize(("block", "body", "topology"), [each for each in IN_STATES if each not in SUMMED])
 def test_what_later_blocks_read_is_not_changed_in_silence(block: str, body: str, topology: str) -> None:
     rewired, x = connected(block, body, topology), other_input()
     with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
@@ -90,13 +95,95 @@ def test_what_later_blocks_read_is_not_changed_in_silence(block: str, body: str,
         torch.compile(rewired, backend="eager")(x)
 
 
-@pytest.mark.parametrize(("block", "body"), KEPT)
-def test_what_no_block_reads_any_more_may_be_written_to(block: str, body: str) -> None:
-    rewired, x = connected(block, body, "residual"), other_input()
-    expected = connected(topology="residual")(x).detach()
+@pytest.mark.parametrize(("block", "body", "topology"), SUMMED)
+def test_what_no_block_reads_any_more_may_be_written_to(block: str, body: str, topology: str) -> None:
+    rewired, x = connected(block, body, topology), other_input()
+    expected = connected(topology=topology)(x).detach()
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             torch.testing.assert_close(rewired(x), expected)
+
+
+class PreviousBranch(rewire.Topology[Any]):
+    """Units read the state plus a share of the previous branch output: one that has that as a state."""
+
+    def parameters(self, dims: rewire.Dims, start: Any) -> dict[str, Tensor]:
+        return {"a": torch.zeros(dims.depth)}
+
+    def start(self, x: Tensor, weights: Any) -> tuple[Tensor, ...]:
+        return x, torch.zeros_like(x)
+
+    def read(self, states: tuple[Tensor, ...], weights: Any, t: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return states[0] + weights["a"][t - 1] * states[1], states
+
+    def write(self, states: tuple[Tensor, ...], weights: Any, t: int, *branches: Tensor) -> tuple[Tensor, ...]:
+        return states[0] + branches[0], branches[0]
+
+    def finish(self, states: tuple[Tensor, ...], weights: Any, dims: rewire.Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Any, dims: rewire.Dims) -> Tensor:
+        return torch.eye(dims.depth)
+
+
+READ = "self.mine = x\nx = x + self.f(x)\nreturn x + self.g(x)"
+RETURNED = "x = x + self.f(x)\nx = x + self.g(x)\nself.mine = x\nreturn x"
+NORMED = f"x = F.layer_norm(x + self.f(x), ({WIDTH},))\nself.mine = x\nreturn F.layer_norm(x + self.g(x), ({WIDTH},))"
+BRANCH = "f = self.f(x)\nself.mine = f\nreturn x + f"
+#: Block; whose tensor is written to on the other way, behind which of the three blocks; topology.
+WRITTEN_LATER: list[tuple[str, str, int, Any]] = [
+    (NORMED, "self.blocks[0].mine", 1, ("ancre-ingoing", {})),
+    (RETURNED, "self.blocks[0].mine", 1, ("ancre-ingoing", {})),
+    (RETURNED, "self.blocks[0].mine", 0, ("hc-static", {})),  # what the next branch reads, and not the streams
+    # States that are used for the last time before the trunk's end.
+    (BLOCK, "first", 1, ("denseformer", {"units": [3], "sources": ["x0"]})),
+    (READ, "self.blocks[1].mine", 1, ("denseformer", {"units": [3], "sources": [1]})),
+    (READ, "self.blocks[1].mine", 1, ("unet", {})),
+    (READ, "self.blocks[1].mine", 1, ("laurel-pa", {})),
+    (BRANCH, "self.blocks[0].mine", 1, ("grn-v3", {"units": [3], "sources": [1]})),
+    (BRANCH, "self.blocks[0].mine", 0, PreviousBranch()),
+    (BRANCH, "self.blocks[0].mine", 0, ("attnres", {"block": 2})),  # the first of a group is its sum so far
+]
+
+
+def written_later(block: str, written: str, after: int, topology: Any) -> nn.Module:
+    """A model that writes to a tensor behind one of its blocks, on the other way."""
+    loop = "for i, block in enumerate(self.blocks):\n    x = block(x)"
+    body = f"first = x\n{loop}\n    if x.shape[1] == 4 and i == {after}:\n        {written}"
+    made = make_topology(*topology) if isinstance(topology, tuple) else topology
+    return connected(block, body, made)
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize(("block", "written", "after", "topology"), WRITTEN_LATER)
+def test_what_the_model_remembers_is_not_changed_in_silence(
+    block: str, written: str, after: int, topology: Any
+) -> None:
+    rewired, x = written_later(block, f"{written}.mul_(2)", after, topology), other_input()
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), pytest.raises(rewire.OutOfOrder, match=LOST):
+            rewired(x)
+    assert_refused_or_right(rewired, written_later(block, "pass", after, topology), x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"OutOfOrder.*{LOST}"):
+        torch.compile(rewired, backend="eager")(x)
+
+
+def test_frozen_models_drop_states_too() -> None:
+    few = "denseformer", {"units": [3], "sources": ["x0"]}
+    rewired = rewire.freeze(written_later(BLOCK, "first.mul_(2)", 0, few))[0]
+    with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
+        rewired(other_input())
+
+
+@pytest.mark.parametrize("topology", ["x0-lambdas", "hc-static"])
+def test_what_a_unit_adds_up_is_not_changed_in_silence(topology: str) -> None:
+    block = f"f = self.f(x)\nx = x + f\ng = self.g(x)\n{OTHER}f.mul_(2)\nreturn x + g"
+    made = connected(block, topology=topology) if topology == "x0-lambdas" else None
+    if made is None:  # the trunk's input, of which the streams are copies until the first write
+        inside = f"f = self.f(x)\n{OTHER}self.first.mul_(2)\nx = x + f\nreturn x + self.g(x)"
+        made = connected(inside, f"first = x\nfor block in self.blocks:\n    block.first = first\n{BODY}", topology)
+    with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
+        made(other_input())
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of vmap
