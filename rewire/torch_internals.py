@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._library.utils
@@ -171,6 +171,12 @@ def memory_within(tensor: Tensor) -> int | None:
         return memory_of(tensor) if inner is tensor else memory_within(inner)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def fake_mode_within(fake: Tensor) -> Any:
+    """The mode of the fake tensor inside of all that transforms of torch.func have wrapped."""
+    inner = _unwrapped_once(fake)
+    return fake.fake_mode if inner is fake else fake_mode_within(inner)  # type: ignore[attr-defined]
 
 
 def _unwrapped_once(tensor: Tensor) -> Tensor:
@@ -426,8 +432,15 @@ def in_higher_order() -> bool:
 SESSIONS_ARE_SEEN = hasattr(torch.compiler, "_compile_session_context")
 
 
-def while_traced(function: Callable[[list[Tensor]], None], *values: Tensor) -> None:
-    """While torch.compile traces: call a function at once, with the fake tensors that stand for ``values``."""
+class Traced(NamedTuple):
+    """A fake tensor, and whether it stands for an input of the graph that is traced."""
+
+    fake: Tensor
+    given: bool
+
+
+def while_traced(function: Callable[[list[Traced]], None], *values: Tensor) -> None:
+    """While torch.compile traces: call a function at once, with what stands for ``values``."""
     from torch._dynamo.comptime import comptime
 
     comptime(_called_while_traced)
@@ -435,7 +448,8 @@ def while_traced(function: Callable[[list[Tensor]], None], *values: Tensor) -> N
 
 def _called_while_traced(context: Any) -> None:
     function, values = context.get_local("function"), context.get_local("values")
-    function.as_python_constant()([proxy.node.meta["example_value"] for proxy in values.as_proxy()])
+    nodes = [proxy.node for proxy in values.as_proxy()]
+    function.as_python_constant()([Traced(node.meta["example_value"], node.op == "placeholder") for node in nodes])
 
 
 def only_inlined(*functions: Any) -> None:

@@ -349,7 +349,7 @@ class Stream(TensorLike):
             OutOfOrder: it has.
         """
         if torch.compiler.is_dynamo_compiling():
-            check_parts(*(self._parts() if all else self._newest_parts()))
+            check_parts(*self._parts(newest=not all))
             return
         newest = 0 if all else -2 * len(self._held_apart())  # the reads and branches of a unit, and the one before
         for of, before in self.weights.known[newest:]:
@@ -368,19 +368,13 @@ class Stream(TensorLike):
         memory = memory_within(value)
         return memory is None or any(memory == memory_within(part) for part in self._parts())
 
-    def _parts(self) -> list[Tensor]:
-        """The tensors of the stream."""
-        parts = [*self._held_apart(), *(state for state in self.states if isinstance(state, Tensor))]
-        for state in self.states:
-            if isinstance(state, History):
-                parts += state.parts
+    def _parts(self, newest: bool = False) -> list[Tensor]:
+        """The tensors of the stream; with ``newest`` those that the last unit has read and written."""
+        parts = [*self._held_apart()]
+        for state in (self.states[0], self.states[-1]) if newest else self.states:
+            own = state.parts if isinstance(state, History) else (state,) if isinstance(state, Tensor) else ()
+            parts += own[-1:] if newest else own
         return parts
-
-    def _newest_parts(self) -> list[Tensor]:
-        """What the last unit has read and written."""
-        first, last = self.states[0], self.states[-1]
-        parts = [*self._held_apart(), *([first] if isinstance(first, Tensor) else [])]
-        return [*parts, *last.parts[-1:]] if isinstance(last, History) else parts
 
     def _held_apart(self) -> tuple[Tensor, ...]:
         """The tensors of the stream that are not yet part of its states: outputs of branches, and what they read."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rewire.errors import OutOfOrder
 from rewire.torch_internals import (
+    Traced,
+    fake_mode_within,
     memory_within,
     only_inlined,
     outside_inference_mode,
@@ -28,9 +27,9 @@ PART = (
     "that they share. If only some calls do it, let them go the way of the inputs that the model was rewired with."
 )
 _NOTED = "writes_when_read"
-#: By their memory: fake tensors that became a part of a stream, and how often they were written to then. (Not by an
-#: attribute, as `_NOTED`: histories hold them detached, as other objects.)
-_KEPT: dict[int | None, tuple[Any, int | None]] = {}
+#: An attribute of the trace's fake tensor mode, so that it is dropped with it: by memory, fake tensors that may be part
+#: of a stream, and how often they were written to when they were noted. (Histories hold them as other objects.)
+_PARTS = "rewire_parts_of_streams"
 
 
 def noted(value: Tensor, part: bool = False) -> int | None:
@@ -61,13 +60,13 @@ def is_written(value: Tensor, before: int | None) -> bool:
     return False
 
 
-def _note(fakes: list[Tensor]) -> None:
-    (fake,) = fakes
+def _note(values: list[Traced]) -> None:
+    fake = values[0].fake
     setattr(fake, _NOTED, writes_within(fake))
 
 
-def _check(fakes: list[Tensor]) -> None:
-    (fake,) = fakes
+def _check(values: list[Traced]) -> None:
+    fake = values[0].fake
     if writes_within(fake) != getattr(fake, _NOTED, 0):  # 0: read in front of a graph break, and an input since
         raise OutOfOrder(
             "the value of a trunk was written to in place, after the stream was read: earlier states that other "
@@ -84,20 +83,23 @@ def check_parts(*parts: Tensor) -> None:
     while_traced(_check_parts, *parts)
 
 
-def _note_part(fakes: list[Tensor]) -> None:
-    _note(fakes)
-    (fake,) = fakes
-    memory = memory_within(fake)
+def _note_part(values: list[Traced]) -> None:
+    _note(values)
+    fake = values[0].fake
     # A buffer that branches share becomes a part several times: what was written to it since the first time counts.
-    if memory is not None and memory not in _KEPT:
-        _KEPT[memory] = weakref.ref(fake, lambda _: _KEPT.pop(memory, None)), writes_within(fake)
+    _parts_by_memory(fake).setdefault(memory_within(fake), (fake, writes_within(fake)))
 
 
-def _check_parts(fakes: list[Tensor]) -> None:
-    for fake in fakes:
-        known, before = _KEPT.get(memory_within(fake), (lambda: None, 0))
-        value = known()
-        if value is not None and writes_within(value) != before:
+def _parts_by_memory(fake: Tensor) -> dict[int | None, tuple[Tensor, int | None]]:
+    return vars(fake_mode_within(fake)).setdefault(_PARTS, {})
+
+
+def _check_parts(values: list[Traced]) -> None:
+    for fake, given in values:
+        memory = memory_within(fake)
+        unnoted = fake, 0 if given else None  # an input was a part in front of a graph break
+        value, before = _parts_by_memory(fake).get(memory, unnoted)
+        if memory is not None and before is not None and writes_within(value) != before:
             raise OutOfOrder(f"a tensor was written to in place after it became part of the stream: {PART}")
 
 
