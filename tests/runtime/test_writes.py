@@ -130,13 +130,15 @@ READ = "self.mine = x\nx = x + self.f(x)\nreturn x + self.g(x)"
 RETURNED = "x = x + self.f(x)\nx = x + self.g(x)\nself.mine = x\nreturn x"
 NORMED = f"x = F.layer_norm(x + self.f(x), ({WIDTH},))\nself.mine = x\nreturn F.layer_norm(x + self.g(x), ({WIDTH},))"
 BRANCH = "f = self.f(x)\nself.mine = f\nreturn x + f"
+#: The trunk's input is a state until its third unit reads it.
+FEW = ("denseformer", {"units": [3], "sources": ["x0"]})
 #: Block; whose tensor is written to on the other way, behind which of the three blocks; topology.
 WRITTEN_LATER: list[tuple[str, str, int, Any]] = [
     (NORMED, "self.blocks[0].mine", 1, ("ancre-ingoing", {})),
     (RETURNED, "self.blocks[0].mine", 1, ("ancre-ingoing", {})),
     (RETURNED, "self.blocks[0].mine", 0, ("hc-static", {})),  # what the next branch reads, and not the streams
     # States that are used for the last time before the trunk's end.
-    (BLOCK, "first", 1, ("denseformer", {"units": [3], "sources": ["x0"]})),
+    (BLOCK, "first", 1, FEW),
     (READ, "self.blocks[1].mine", 1, ("denseformer", {"units": [3], "sources": [1]})),
     (READ, "self.blocks[1].mine", 1, ("unet", {})),
     (READ, "self.blocks[1].mine", 1, ("laurel-pa", {})),
@@ -168,9 +170,32 @@ def test_what_the_model_remembers_is_not_changed_in_silence(
         torch.compile(rewired, backend="eager")(x)
 
 
+def test_results_of_post_norms_in_inference_mode() -> None:
+    block = f"x = F.layer_norm(x + self.f(x), ({WIDTH},))\nself.mine = x\nreturn x"
+    rewired = written_later(block, "self.blocks[0].mine.mul_(2)", 0, "ancre-ingoing")
+    with torch.inference_mode(), pytest.raises(rewire.OutOfOrder, match=LOST):
+        rewired(other_input())
+
+
+def test_what_a_hook_returns() -> None:
+    few = "denseformer", {"units": [3], "sources": [1]}
+    rewired = written_later(BLOCK, "self.blocks[0].mine.mul_(2)", 1, few)
+    rewired.get_submodule("blocks.0").register_forward_hook(
+        lambda block, _, y: setattr(block, "mine", y + 1) or block.mine
+    )
+    with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
+        rewired(other_input())
+
+
+def test_states_from_in_front_of_a_graph_break() -> None:
+    body = f"first = x\na, b, c = self.blocks\nx = b(a(x))\ntorch._dynamo.graph_break()\n{OTHER}first.mul_(2)\nx = c(x)"
+    rewired = connected(BLOCK, body, make_topology(*FEW))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=f"OutOfOrder.*{LOST}"):
+        torch.compile(rewired, backend="eager")(other_input())
+
+
 def test_frozen_models_drop_states_too() -> None:
-    few = "denseformer", {"units": [3], "sources": ["x0"]}
-    rewired = rewire.freeze(written_later(BLOCK, "first.mul_(2)", 0, few))[0]
+    rewired = rewire.freeze(written_later(BLOCK, "first.mul_(2)", 0, FEW))[0]
     with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
         rewired(other_input())
 
