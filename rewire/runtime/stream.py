@@ -413,7 +413,6 @@ class Stream(TensorLike):
     def _replaced(self, state: Tensor) -> Stream:
         """The stream with ``state`` as the newest state."""
         states, state = [*self.states], self.layout.channels_last(self._in(state))
-        self.know(state)
         for place in self._newest():
             states[place] = state
         return self._with(tuple(states))
