@@ -180,7 +180,7 @@ def test_results_of_post_norms_in_inference_mode() -> None:
 def test_what_a_norm_remembers() -> None:
     """The result of a post-norm, where the model reads a mix of it and others."""
     block = "x = x + self.f(x)\nreturn self.f[0](x + self.g(x))"
-    rewired = written_later(block, "self.blocks[0].f[0].last.mul_(2)", 1, "ancre-ingoing")
+    rewired = written_later(block, "self.blocks[0].f[0].last.mul_(2)", 1, "denseformer")
     norm = rewired.get_submodule("blocks.0.f.0")
     norm.register_forward_hook(lambda norm, _, y: setattr(norm, "last", y))
     with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
