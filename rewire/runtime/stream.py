@@ -386,6 +386,8 @@ class Stream(TensorLike):
     @property
     def takes_branches(self) -> bool:
         """Whether the next write may make branch outputs part of the stream, rather than add them up."""
+        if self.position == len(self.layout.sites):  # `write` will say that this is once too often
+            return False
         site = self.layout.sites[self.position]
         return not site.closes or site.drops or isinstance(self.states[-1], History)
 

@@ -214,6 +214,15 @@ def test_gradients_that_stay_on_behind_an_add_are_refused() -> None:
 
 
 @pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-static"])
+def test_adds_in_a_loop_that_runs_once_too_often_at_the_trunks_end(topology: str) -> None:
+    net = written_net("for _ in range(2 if x.shape[1] != 4 else 3):\n    x = x + self.f(x)\nreturn x")
+    net.blocks = nn.ModuleList([net.get_submodule("blocks.0")])
+    rewired = rewire.compile(net, topology, example_inputs=(written_input(),), validate=False)
+    with pytest.raises(rewire.OutOfOrder, match="runs more often"):
+        rewired(torch.randn(2, 4, WIDTH))
+
+
 @pytest.mark.parametrize("topology", ["attnres", "hc-dynamic", "hc-static"])
 def test_reads_are_no_views(topology: str) -> None:
     """As sums are none: Megatron's `make_viewless_tensor` would make something else of a view."""
