@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._library.utils
@@ -432,15 +432,8 @@ def in_higher_order() -> bool:
 SESSIONS_ARE_SEEN = hasattr(torch.compiler, "_compile_session_context")
 
 
-class Traced(NamedTuple):
-    """A fake tensor, and whether it stands for an input of the graph that is traced."""
-
-    fake: Tensor
-    given: bool
-
-
-def while_traced(function: Callable[[list[Traced]], None], *values: Tensor) -> None:
-    """While torch.compile traces: call a function at once, with what stands for ``values``."""
+def while_traced(function: Callable[[list[Tensor]], None], *values: Tensor) -> None:
+    """While torch.compile traces: call a function at once, with the fake tensors that stand for ``values``."""
     from torch._dynamo.comptime import comptime
 
     comptime(_called_while_traced)
@@ -448,8 +441,7 @@ def while_traced(function: Callable[[list[Traced]], None], *values: Tensor) -> N
 
 def _called_while_traced(context: Any) -> None:
     function, values = context.get_local("function"), context.get_local("values")
-    nodes = [proxy.node for proxy in values.as_proxy()]
-    function.as_python_constant()([Traced(node.meta["example_value"], node.op == "placeholder") for node in nodes])
+    function.as_python_constant()([proxy.node.meta["example_value"] for proxy in values.as_proxy()])
 
 
 def only_inlined(*functions: Any) -> None:

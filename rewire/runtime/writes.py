@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rewire.errors import OutOfOrder
 from rewire.torch_internals import (
-    Traced,
     fake_mode_within,
     memory_within,
     only_inlined,
@@ -60,13 +59,13 @@ def is_written(value: Tensor, before: int | None) -> bool:
     return False
 
 
-def _note(values: list[Traced]) -> None:
-    fake = values[0].fake
+def _note(fakes: list[Tensor]) -> None:
+    (fake,) = fakes
     setattr(fake, _NOTED, writes_within(fake))
 
 
-def _check(values: list[Traced]) -> None:
-    fake = values[0].fake
+def _check(fakes: list[Tensor]) -> None:
+    (fake,) = fakes
     if writes_within(fake) != getattr(fake, _NOTED, 0):  # 0: read in front of a graph break, and an input since
         raise OutOfOrder(
             "the value of a trunk was written to in place, after the stream was read: earlier states that other "
@@ -83,9 +82,9 @@ def check_parts(*parts: Tensor) -> None:
     while_traced(_check_parts, *parts)
 
 
-def _note_part(values: list[Traced]) -> None:
-    _note(values)
-    fake = values[0].fake
+def _note_part(fakes: list[Tensor]) -> None:
+    _note(fakes)
+    (fake,) = fakes
     # A buffer that branches share becomes a part several times: what was written to it since the first time counts.
     _parts_by_memory(fake).setdefault(memory_within(fake), (fake, writes_within(fake)))
 
@@ -94,11 +93,10 @@ def _parts_by_memory(fake: Tensor) -> dict[int | None, tuple[Tensor, int | None]
     return vars(fake_mode_within(fake)).setdefault(_PARTS, {})
 
 
-def _check_parts(values: list[Traced]) -> None:
-    for fake, given in values:
+def _check_parts(fakes: list[Tensor]) -> None:
+    for fake in fakes:
         memory = memory_within(fake)
-        unnoted = fake, 0 if given else None  # an input was a part in front of a graph break
-        value, before = _parts_by_memory(fake).get(memory, unnoted)
+        value, before = _parts_by_memory(fake).get(memory, (fake, None))
         if memory is not None and before is not None and writes_within(value) != before:
             raise OutOfOrder(f"a tensor was written to in place after it became part of the stream: {PART}")
 

@@ -197,13 +197,6 @@ def test_what_a_hook_returns() -> None:
         rewired(other_input())
 
 
-def test_states_from_in_front_of_a_graph_break() -> None:
-    body = f"first = x\na, b, c = self.blocks\nx = b(a(x))\ntorch._dynamo.graph_break()\n{OTHER}first.mul_(2)\nx = c(x)"
-    rewired = connected(BLOCK, body, make_topology(*FEW))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=f"OutOfOrder.*{LOST}"):
-        torch.compile(rewired, backend="eager")(other_input())
-
-
 def test_frozen_models_drop_states_too() -> None:
     rewired = rewire.freeze(written_later(BLOCK, "first.mul_(2)", 0, FEW))[0]
     with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=LOST):
