@@ -247,6 +247,16 @@ def test_memory_within_transforms_is_that_of_the_tensors_inside() -> None:
     assert inside[0] == memory != inside[1]
 
 
+def test_the_mode_of_a_fake_tensor_within_transforms() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    inside = list[object]()
+    with FakeTensorMode() as mode:
+        x = torch.zeros(2, 2)
+        torch.func.vmap(lambda row: inside.append(internals.fake_mode_within(row)) or row)(x)
+    assert inside == [mode] and internals.fake_mode_within(x) is mode
+
+
 def test_views_and_memory_are_told() -> None:
     x = torch.ones(4)
     view = x[1:][1:]

@@ -336,7 +336,7 @@ class Stream(TensorLike):
         """The tensors of the stream that the model knows, and others if torch.compile traces."""
         if torch.compiler.is_dynamo_compiling():
             return self._parts()
-        known = (of() for of, _ in self.weights.known)
+        known = (reference() for reference, _ in self.weights.known)
         return [value for value in known if value is not None and self._holds(value)]
 
     def check_known(self, *, all: bool) -> None:
@@ -351,12 +351,12 @@ class Stream(TensorLike):
         if torch.compiler.is_dynamo_compiling():
             check_parts(*self._parts(newest=not all))
             return
-        newest = 0 if all else -2 * len(self._held_apart())  # the reads and branches of a unit, and the one before
-        for of, before in self.weights.known[newest:]:
-            value = of()
+        newest = 0 if all else -2 * len(self._held_apart())  # a read and a branch for each tensor of the unit so far
+        for reference, before in self.weights.known[newest:]:
+            value = reference()
             if value is None or before is None or writes_within(value) == before:
                 continue
-            if self._holds(value):
+            if self._holds(value):  # asked last: versions are compared faster than memory
                 raise OutOfOrder(
                     f"the input of trunk '{self.layout.trunk}', what one of its branches has returned, or a hidden "
                     f"state was written to in place before residual add {self.position + 1}, after it became part of "

@@ -90,6 +90,7 @@ def _note_part(fakes: list[Tensor]) -> None:
 
 
 def _parts_by_memory(fake: Tensor) -> dict[int | None, tuple[Tensor, int | None]]:
+    """What `_PARTS` names, of the trace to which a fake tensor belongs."""
     return vars(fake_mode_within(fake)).setdefault(_PARTS, {})
 
 
