@@ -155,13 +155,15 @@ def writes_within(tensor: Tensor) -> int | None:
 
     None for inference tensors.
     """
-    if tensor.is_inference():
+    try:
+        own = tensor._version
+    except RuntimeError:  # rarer, and faster, than to ask `is_inference` each time
         return None
     if _transforms_active is not None and not _transforms_active():
-        return tensor._version
+        return own
     inner = _unwrapped_once(tensor)
     within = 0 if inner is tensor else writes_within(inner)
-    return None if within is None else within + tensor._version
+    return None if within is None else within + own
 
 
 def memory_within(tensor: Tensor) -> int | None:
@@ -211,7 +213,7 @@ def viewed(tensor: Tensor) -> Tensor | None:
 
 def unviewed(tensor: Tensor) -> Tensor:
     """``tensor`` as one that is no view, as sums are none: Megatron makes a new tensor of a view between its blocks."""
-    if torch.compiler.is_compiling() or tensor._base is None:
+    if tensor._base is None or torch.compiler.is_compiling():
         return tensor
     made: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)  # a tensor of the same memory
     return made

@@ -411,7 +411,7 @@ class Depth:
             raise self._overwritten(live)
         branches = tuple(map(counted, branches))
         total = _plain_sum(shortcut, branches, alpha)
-        live.parts.append((total, (*before, *_scaled(branches, alpha))))
+        live.parts.append((total, (*before, *(branches if alpha == 1 else _scaled(branches, alpha)))))
         live.parallel += [(part, noted(part)) for part in (total, *branches)]
         return total
 
@@ -470,9 +470,8 @@ class Depth:
             )
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
-        branches = _scaled(branches, alpha)
-        if live.stream.takes_branches:
-            branches = tuple(map(counted, branches))
+        if alpha != 1:
+            branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)
@@ -744,7 +743,7 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _scaled(branches: tuple[Tensor, ...], alpha: float) -> tuple[Tensor, ...]:
-    return branches if alpha == 1 else tuple([branch * alpha for branch in branches])
+    return tuple([branch * alpha for branch in branches])
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

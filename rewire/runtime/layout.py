@@ -24,6 +24,7 @@ class Site(NamedTuple):
         makes_state: whether that operation makes a state of the topology, rather than what the next branch reads.
         norm_again: whether backward recomputes the norm of what its branch reads.
         drops: whether its unit is one of `Topology.drops`.
+        takes: whether its branch outputs may become part of the stream, rather than be added up.
         left: number of units after its own.
     """
 
@@ -34,6 +35,7 @@ class Site(NamedTuple):
     makes_state: bool
     norm_again: bool
     drops: bool
+    takes: bool
     left: int
 
 
@@ -58,6 +60,7 @@ class Layout:
     Attributes:
         sites: the residual adds, in order.
         recurrence: the topology, if it is a `Recurrence`; else None.
+        sums_wait: whether sums may wait for the next read: then one kernel computes them together with its norm.
         posts: the argument, without the last site if the topology does not store sums as states: the stream then ends
             before that site's post.
         channels_are_last: whether the last dimension that topologies see is known to be the channels.
@@ -84,6 +87,7 @@ class Layout:
         self.topology = topology
         self.units = tuple(units)
         self.recurrence = topology if isinstance(topology, Recurrence) else None
+        self.sums_wait = self.recurrence is not None and self.recurrence.reads_newest
         self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
         self.overwritten = frozenset(overwritten)
@@ -97,7 +101,8 @@ class Layout:
             closes, reads_qkv = unit != following, unit != before and unit in self.dims.attention
             post, left = number in self.posts, self.dims.depth - unit
             makes_state = post and closes and self.recurrence is not None
-            sites.append(Site(unit, closes, reads_qkv, post, makes_state, unit in again, unit in drops, left))
+            takes = not closes or unit in drops
+            sites.append(Site(unit, closes, reads_qkv, post, makes_state, unit in again, unit in drops, takes, left))
         self.sites = tuple(sites)
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:

@@ -173,7 +173,8 @@ class Live:
             self.apart = isinstance(stream.held, Reading)  # the function that passed it on had read it
             value = read.residual if isinstance(read, QKVInputs) else read
         value = value if in_post else counted(value)  # the model's own operations have made such a sum
-        before = noted(value) if in_post or stream.wraps else stream.know(value)
+        wraps = stream.placement is not None and stream.wraps
+        before = noted(value) if in_post or wraps else stream.know(value)
         self.values, self.before = [value], [(before, value.requires_grad)]
         return value
 

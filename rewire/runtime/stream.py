@@ -383,14 +383,6 @@ class Stream(TensorLike):
             return held.parts if held.branch is None else (*held.parts, held.branch)
         return held.branches if isinstance(held, Unsummed) else ()
 
-    @property
-    def takes_branches(self) -> bool:
-        """Whether the next write may make branch outputs part of the stream, rather than add them up."""
-        if self.position == len(self.layout.sites):  # `write` will say that this is once too often
-            return False
-        site = self.layout.sites[self.position]
-        return not site.closes or site.drops or isinstance(self.states[-1], History)
-
     def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
         """The hidden state that the model would have here, and a function that replaces it and returns the new stream.
 
@@ -466,11 +458,13 @@ class Stream(TensorLike):
                 raise self._once_too_often()
             return self.read()[1].write(*branches)
         site, branches = layout.sites[self.position], self._fitted(branches, reading)
-        takes = self.takes_branches
+        takes = site.takes or isinstance(self.states[-1], History)  # branch outputs may become part of the stream
         if takes or reading.branch is not None or self.position == 0:  # else `Live` has checked all that is used
             self.check_known(all=site.closes and site.drops)
-        for branch in branches if takes else ():
-            self.know(branch)
+        if takes:
+            branches = tuple(map(counted, branches))
+            for branch in branches:
+                self.know(branch)
         if layout.observe is not None:
             layout.observe("write", self.position, branches)
         outputs = branches if reading.branch is None else (reading.branch, *branches)
@@ -494,7 +488,7 @@ class Stream(TensorLike):
         layout, topology, weights = self.layout, self.layout.topology, self.weights.value
         if layout.channel_dim != -1:
             branches = tuple(map(layout.channels_last, branches))
-        if layout.recurrence is not None and layout.recurrence.reads_newest and _may_wait(branches[0]):
+        if layout.sums_wait and _may_wait(branches[0]):
             return self._with(self.states, Unsummed(branches), adds=1)
         if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             states = topology.write(self.states, weights, site.unit, *branches)
