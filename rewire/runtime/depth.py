@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import is_container, mapped, tensors_and_streams, with_item
+from rewire.runtime.nested import at, is_container, mapped, tensors_and_streams, with_item
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
@@ -67,7 +67,7 @@ class Depth:
         trunk: int = 0,
         post: bool = False,
         begin: bool = True,
-        item: int | None = None,
+        item: int | tuple[int | str, ...] | None = None,
         index: int | None = None,
         qkv: bool = False,
         width: int | None = None,
@@ -82,8 +82,8 @@ class Depth:
             post: whether the function makes the next state of what comes in (`push`). If not, a sum that comes in is
                 the state: operations that the model skips in this call (no mask, evaluation mode) change nothing.
             begin: whether the trunk may start here with a tensor.
-            item: number of the tensor in a container with which the trunk starts; None: the first that is not a
-                stream's value.
+            item: what leads to the tensor in a container with which the trunk starts, or its number among the tensors;
+                None: the first that is not a stream's value.
             index: number of the item of a tuple that is opened; None: all.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: with ``qkv``, the number of channels of each of the three, if known.
@@ -99,7 +99,10 @@ class Depth:
         if not isinstance(value, (Tensor, Stream)):
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
-            new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
+            if isinstance(item, tuple):  # not a number, as others may be None in this call
+                new = [part for part in (at(value, item),) if isinstance(part, (Tensor, Stream))]
+            else:
+                new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
             self.held += [value]
             first = next(iter(new), None)
 

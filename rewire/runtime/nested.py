@@ -122,6 +122,18 @@ def tensors_and_streams(value: Any) -> list[Any]:
     return found
 
 
+def at(value: Any, places: Sequence[Any]) -> Any:
+    """What indices, keys and fields lead to in a value; None if nothing is there."""
+    for place in places:
+        if isinstance(value, (tuple, list)):
+            value = value[place] if isinstance(place, int) and place < len(value) else None
+        elif isinstance(value, dict):
+            value = value.get(place)
+        else:
+            value = attributes(value).get(place) if _is_instance_of_dataclass(value) else None
+    return value
+
+
 def with_item(value: Any, item: int | None, index: int | None, change: Callable[[Any], Any]) -> Any:
     """``change(value)``; for a tuple or list, the same with one item changed: by default its only tensor.
 

@@ -15,6 +15,10 @@ from rewire.errors import EditError
 Written: TypeAlias = str
 
 
+#: What leads to a tensor in a container, or its number among the tensors there; None: no other is there.
+Item: TypeAlias = int | tuple[int | str, ...] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """A parameter that brings the stream.
@@ -26,7 +30,7 @@ class Parameter:
         qkv: whether it brings values for queries, keys and values, rather than the stream.
         width: in that case, the number of channels of each, if known.
         post: whether it brings a value from which the next state has yet to be computed.
-        item: for a tuple of tensors, the index of the one at which the trunk starts.
+        item: for a container of tensors, what leads to the one at which the trunk starts, or its number among them.
     """
 
     name: str
@@ -35,7 +39,7 @@ class Parameter:
     qkv: bool = False
     width: int | None = None
     post: bool = False
-    item: int | None = None
+    item: Item = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Open:
         at: the expression.
         trunk: index of the trunk among those of the function.
         norm: the norm that is the first to read the value.
-        item: if a call returns several tensors, the index of the value among them.
+        item: if a call returns several tensors, what leads to the value, or its number among them.
         index: the index among all returned values, if it is unknown which of them are tensors.
         overwritten: whether the first add overwrites the value in place.
     """
@@ -54,7 +58,7 @@ class Open:
     at: Span
     trunk: int = 0
     norm: Written | None = None
-    item: int | None = None
+    item: Item = None
     index: int | None = None
     overwritten: bool = False
 

@@ -18,6 +18,7 @@ from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
     Apply,
     FunctionPlan,
+    Item,
     Key,
     Open,
     Parameter,
@@ -155,9 +156,9 @@ class _Planner:
         for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first
             post = not self.carriers.in_post.isdisjoint(scope.arguments[name])
             norm = None if post else self._norm(scope, start, value)
-            brought = scope.arguments[name]
-            item = brought.index(value) if value in brought and len(brought) > 1 else None
+            item = None
             if value is not None:
+                item = _item(value, scope.arguments[name], scope.places.get(name, ()))
                 self._check_start(scope, name, item)
             function.put(("parameter", name, number), Parameter(name, number, norm, post=post, item=item))
         if not names:
@@ -177,7 +178,10 @@ class _Planner:
             check_whole(value, function.text, at)
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
-            item, over = item if index is None else None, overwritten(self.flow, [value], self.adds[0])
+            over = overwritten(self.flow, [value], self.adds[0])
+            inner = next((inner for inner in value.scope.outward() if inner.parent is scope), None)
+            among = None if inner is None or item is None else _item(value, inner.results, inner.returned)
+            item = (item if among is None else among) if index is None else None
             function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
@@ -191,7 +195,7 @@ class _Planner:
                 f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
             )
 
-    def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
+    def _check_start(self, scope: Scope, name: str, item: Item) -> None:
         """Refuse a parameter at which another trunk starts, or may start, too: nothing would tell them apart."""
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
@@ -534,6 +538,19 @@ def _variable(text: Text, at: Span) -> str | None:
     """The variable to which an expression is assigned."""
     nodes = text.nodes.get(at, [])
     return assigned(text, nodes[0]) if nodes else None
+
+
+def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -> Item:
+    """What leads to one of the tensors in an argument or a result; None if it is all of that.
+
+    Its number among the tensors would not do: others may be None, or missing, in another call.
+    """
+    if value not in tensors:
+        return None
+    number = tensors.index(value)
+    if len(places) == len(tensors) and all(isinstance(key, (int, str)) for key in places[number]):
+        return places[number] or None
+    return number if len(tensors) > 1 else None
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:

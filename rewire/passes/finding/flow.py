@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from rewire.runtime.nested import attributes
 from rewire.trunk import LeftAlone
 
 #: Elementwise operations and the like: with a table of weights (a position embedding, a mask) they mix no channels.
@@ -58,7 +59,9 @@ class Scope:
         helper: whether it is a function that a forward calls, rather than a forward.
         bare: whether it is a forward that was called as a function, rather than through its module.
         arguments: parameters that hold tensors: name -> the operations that made them.
+        places: of parameters that are containers: name -> the indices, keys and fields that lead to each of these.
         results: the operations that made the returned tensors, where known.
+        returned: the indices, keys and fields that lead to each of these in what was returned.
         returns_more: whether it returned anything else than one tensor.
         namespace: globals of a helper.
         again: code of nested functions that activation checkpointing runs, and reruns -> where they are passed to it.
@@ -74,7 +77,9 @@ class Scope:
     helper: bool = False
     bare: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
+    places: dict[str, list[tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
+    returned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     returns_more: bool = False
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
     again: dict[CodeType, Place] = dataclasses.field(default_factory=dict)
@@ -276,6 +281,20 @@ def _mixes(cls: type[nn.Module]) -> bool:
     code = getattr(cls.forward, "__code__", None)
     names = (cls.__name__.lower(), *(code.co_names if isinstance(code, CodeType) else ()))
     return any(word in name for name in names for word in MIXING)
+
+
+def places_of(value: object) -> list[tuple[Any, ...]]:
+    """The indices, keys and fields that lead to each tensor in an argument; none lead to one that is all of it."""
+    if isinstance(value, (Tensor, fx.Proxy)):
+        return [()]
+    items: Iterable[tuple[Any, object]] = ()
+    if isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    elif isinstance(value, dict):
+        items = value.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = attributes(value).items()
+    return [(key, *places) for key, item in items for places in places_of(item)]
 
 
 def kind_of(module: nn.Module | None) -> str:

@@ -27,7 +27,7 @@ from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
-from rewire.passes.finding.flow import CONTAINERS, Args, Flow, Kwargs, Place, Scope, kind_of
+from rewire.passes.finding.flow import CONTAINERS, Args, Flow, Kwargs, Place, Scope, kind_of, places_of
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
@@ -195,6 +195,7 @@ class _Follower(fx.Tracer):
         traced = with_globals(function, globals_)
         bound = inspect.signature(traced).bind(view, *args, **kwargs)
         scope.arguments = {n: self.nodes(v) for n, v in list(bound.arguments.items())[1:]}
+        scope.places = {n: places_of(v) for n, v in list(bound.arguments.items())[1:]}
         hidden = {name: vars(view).get(name) for name in opaque if hasattr(type(module), name)}
         for name in hidden:
             vars(view)[name] = functools.partial(self._opaque_method, self.paths[module], name)
@@ -203,7 +204,7 @@ class _Follower(fx.Tracer):
         self.tested.append(0)
         try:
             result = traced(view, *args, **kwargs)
-            scope.results = self.nodes(result)
+            scope.results, scope.returned = self.nodes(result), places_of(result)
             return result
         finally:
             del decisions[self.tested.pop() :]

@@ -15,7 +15,7 @@ from torch import nn
 
 from rewire.code.functions import forward_of, undecorated
 from rewire.code.text import holds
-from rewire.passes.finding.flow import Place, Scope, kind_of
+from rewire.passes.finding.flow import Place, Scope, kind_of, places_of
 
 #: Folders whose code is not the user's: torch's and this package's.
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -104,7 +104,9 @@ class Frames:
             helper = Scope(scope, path, module, kind, code, place, helper=not called, bare=called, key=object())
             helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # in a trace: see `follow`
             self._helpers[key] = helper
-            helper.arguments = {name: self.values(value, scope) for name, value in _parameters(frame)}
+            given = dict(_parameters(frame))
+            helper.arguments = {name: self.values(value, scope) for name, value in given.items()}
+            helper.places = {name: places_of(value) for name, value in given.items()}
         return self._helpers[key]
 
     def clear(self) -> None:

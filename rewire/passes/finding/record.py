@@ -39,6 +39,7 @@ from rewire.passes.finding.flow import (
     Scope,
     kind_of,
     makes_alike,
+    places_of,
     plain_name,
     reached,
 )
@@ -126,7 +127,9 @@ class Recorder(TorchFunctionMode):
         code = forward_of(module).code
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
-        scope.arguments = {name: self._argument_ops(value, caller) for name, value in _bound(code, args, kwargs)}
+        bound = dict(_bound(code, args, kwargs))
+        scope.arguments = {name: self._argument_ops(value, caller) for name, value in bound.items()}
+        scope.places = {name: places_of(value) for name, value in bound.items()}
         self.strange = self.strange and parent is not None  # what the model itself is given is not strange
 
     def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
@@ -142,7 +145,8 @@ class Recorder(TorchFunctionMode):
                 op.matrices = sum(is_matrix(p.shape) or _is_packed(p) for p in module.parameters())
                 if gradient_of(tensor) is not None and next(module.children(), None) is not None:
                     self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
-        scope.results, scope.returns_more = self._ops(output), not isinstance(output, Tensor)
+        scope.results, scope.returned = self._ops(output), places_of(output)
+        scope.returns_more = not isinstance(output, Tensor)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mixing import shaken
 from models import vectors
 from torch import Tensor, nn
 
@@ -442,3 +443,62 @@ def test_several_sums_in_one_expression() -> None:
     model, x = nn.Sequential(Summed(), Summed()), torch.randn(2, 3, WIDTH)
     rewired = rewire.compile(model, "residual", example_inputs=x)
     assert rewire.connections(rewired) and torch.equal(rewired(x), model(x))
+
+
+class Made(nn.Module):
+    def forward(self, a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return (None if a is None else 2 * a), (None if b is None else 2 * b)
+
+
+class TwoInOneLoop(nn.Module):
+    """Of two streams in one loop, a call may bring one alone, as those of policies with a cache of their prefix do."""
+
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        self.a, self.b = (nn.ModuleList(Branch() for _ in range(2)) for _ in range(2))
+        self.made = Made() if made else None
+
+    def forward(self, states: Any) -> Any:
+        if self.made is not None:
+            states = self.made(*states)
+        for branches in zip(self.a, self.b, strict=True):
+            new = []
+            for branch, x in zip(branches, states, strict=True):
+                new.append(None if x is None else x + branch(x))
+            states = new
+        return states
+
+
+class TwoInADict(TwoInOneLoop):
+    def forward(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        states = dict(states)
+        for branches in zip(self.a, self.b, strict=True):
+            for branch, name in zip(branches, "ab", strict=True):
+                if name in states:
+                    x = states[name]
+                    states[name] = x + branch(x)
+        return states
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic"])
+@pytest.mark.parametrize("made", [False, True])
+def test_one_of_two_streams_keeps_its_weights_without_the_other(made: bool, topology: str) -> None:
+    a, b = vectors(1, 2), vectors(2, 3)
+    rewired = shaken(rewire.compile(TwoInOneLoop(made), topology, example_inputs=([a, b],)), 0.1, 7)
+    both = rewired([a, b])
+    torch.testing.assert_close(rewired([a, None])[0], both[0])
+    torch.testing.assert_close(rewired([None, b])[1], both[1])
+
+
+def test_one_of_two_streams_in_a_dict_keeps_its_weights_without_the_other() -> None:
+    a, b = vectors(1, 2), vectors(2, 3)
+    rewired = shaken(rewire.compile(TwoInADict(False), example_inputs=({"a": a, "b": b},)), 0.1, 7)
+    both = rewired({"a": a, "b": b})
+    torch.testing.assert_close(rewired({"a": a})["a"], both["a"])
+    torch.testing.assert_close(rewired({"b": b})["b"], both["b"])
+
+
+def test_a_stream_that_the_example_did_not_bring_takes_no_weights_of_the_other() -> None:
+    rewired = rewire.compile(TwoInOneLoop(False), example_inputs=([None, vectors(1, 2)],))
+    with pytest.raises(rewire.OutOfOrder, match="has another shortcut"):
+        rewired([vectors(1, 2), None])
