@@ -206,7 +206,7 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             f"'{name}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
             "input, which sets their sizes, and then rewire it."
         )
-    memo |= {id(group): group for group in process_groups()}
+    memo |= {id(one): one for one in [*process_groups(), *_global_generators()]}
     bound = list[tuple[nn.Module, str, FunctionType]]()
     try:
         for module in modules:
@@ -238,6 +238,17 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             "copy.deepcopy(model) has to work; look for attributes that are files, locks or tensors with a history."
         ) from error
     return copied
+
+
+def _global_generators() -> list[Any]:
+    """What `torch.manual_seed`, `random.seed` and `numpy.random.seed` seed: they would have no effect on a copy.
+
+    A distribution of SciPy holds NumPy's.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    methods = [random.random, *([numpy.random.random] if numpy else [])]
+    of_gpus: Any = torch.cuda.default_generators
+    return [torch.default_generator, *of_gpus, *(getattr(method, "__self__", None) for method in methods)]
 
 
 def _is_plain(cls: type[nn.Module]) -> bool:

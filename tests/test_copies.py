@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -206,6 +208,42 @@ def test_a_shared_copy_has_the_same_tensors() -> None:
     made = shared(model)
     assert all(a is b for a, b in zip(made.parameters(), model.parameters(), strict=True))
     assert made.calls is model.calls
+
+
+class Noisy(nn.Module):
+    """Scales its input by a random number of a generator that it holds."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.generator = generator
+
+    def drawn(self) -> float:
+        if isinstance(self.generator, torch.Generator):
+            return float(torch.rand((), generator=self.generator))
+        return float(self.generator.uniform(0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (1 + self.drawn())
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [torch.default_generator, random.random.__self__, np.random.random.__self__],  # type: ignore[attr-defined]
+    ids=["torch", "random", "numpy"],
+)
+def test_global_generators_that_a_model_holds_are_not_copied(generator: Any) -> None:
+    model, x = Noisy(generator), torch.randn(2, 4)
+    rewired = rewire.compile(model, "residual", example_inputs=x)
+    for seed in (1, 2, 1):
+        results = []
+        for net in (model, rewired):
+            torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+            results.append(net(x))
+        torch.testing.assert_close(*results)
 
 
 def test_modules_that_say_how_they_are_copied_are() -> None:
