@@ -64,6 +64,8 @@ def rewrite(
     apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
     warn_of_other_methods(found, plans)
     for name in chosen:
+        if found.training is not None and name not in found.training.trunks:
+            log.warning("trunk '%s': training mode makes no such residual stream, and may not train its weights", name)
         show_between(rewired, trunks[name])
     if hasattr(type(rewired), "no_weight_decay") and not is_edited(rewired):
         install(rewired, {}, shared=True)  # so that its repr shows the connection weights, too

@@ -49,6 +49,33 @@ def test_they_are_told_by_their_blocks() -> None:
     assert {site.block for site in found.trunks[name].sites} == {"resnets.2", "attentions.2"}
 
 
+class Pair(nn.Module):
+    """Two residual adds; in training mode, it may make the sum in another way, as DINOv2 drops paths of a list."""
+
+    def __init__(self, otherwise: bool) -> None:
+        super().__init__()
+        self.stem, self.f, self.g = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.otherwise = otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.otherwise:
+            return torch.stack([self.stem(x), self.f(x), self.g(x)]).sum(0)
+        x = self.stem(x)
+        x = x + self.f(x)
+        return x + self.g(x)
+
+
+def test_a_stream_of_evaluation_mode_alone_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Training never moves its connection weights."""
+    model, x = nn.Sequential(Pair(True), Pair(False)), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+    rewired.train()(x).sum().backward()
+    trained = {name: w.grad is not None for name, c in rewire.connections(rewired).items() for w in c.parameters()}
+    assert trained == {"0": False, "1": True}
+    (warned,) = [one for one in caplog.messages if "training mode makes no such residual stream" in one]
+    assert warned.startswith("trunk '0'")
+
+
 class Settling(nn.Module):
     """Behind its add, one mode alone changes the state."""
 
