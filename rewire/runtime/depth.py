@@ -520,7 +520,7 @@ class Depth:
     def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
         live.stream = live.stream.push(counted(self._tensor(part)), more)
         value, live.apart = live.read(norm), False  # a new value, from which nothing was projected yet
-        return part if more else value
+        return value
 
     def _tensor(self, state: Any) -> Tensor:
         if not isinstance(state, Tensor):

@@ -135,6 +135,22 @@ def test_casts_and_reads_in_inference_mode(block: str, body: str, topology: str)
         torch.testing.assert_close(rewired(given), expected)
 
 
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "muddformer"])
+@pytest.mark.parametrize("end", ["x = {}\nreturn x", "return {}"])
+def test_states_that_other_operations_may_follow_in_inference_mode(end: str, topology: str) -> None:
+    """The norm behind a block's last add makes the next state; behind the first block, further operations do."""
+    state = "F.layer_norm(x + self.{}(x), ({},))"
+    block = f"x = {state.format('f', WIDTH)}\n" + end.format(state.format("g", WIDTH))
+    body = "for i, block in enumerate(self.blocks):\n    x = block(x)\n    if i == 0:\n        x = x.sigmoid()"
+    rewired = shaken(rewire.compile(written_net(block, body), topology, example_inputs=(written_input(),)), 0.2)
+    assert "more=True" in rewire.diff(rewired)
+    given = torch.randn(2, 4, WIDTH)
+    expected = rewired(given)
+    with torch.inference_mode():
+        torch.testing.assert_close(rewired(given), expected)
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
