@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import at, is_container, mapped, tensors_and_streams, with_item
+from rewire.runtime.nested import Item, at, is_container, mapped, tensors_and_streams, with_item
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
@@ -67,7 +66,7 @@ class Depth:
         trunk: int = 0,
         post: bool = False,
         begin: bool = True,
-        item: int | tuple[int | str, ...] | None = None,
+        item: Item | None = None,
         index: int | None = None,
         qkv: bool = False,
         width: int | None = None,
@@ -82,8 +81,7 @@ class Depth:
             post: whether the function makes the next state of what comes in (`push`). If not, a sum that comes in is
                 the state: operations that the model skips in this call (no mask, evaluation mode) change nothing.
             begin: whether the trunk may start here with a tensor.
-            item: what leads to the tensor in a container with which the trunk starts, or its number among the tensors;
-                None: the first that is not a stream's value.
+            item: the item of a container with which the trunk starts; None: the first that is not a stream's value.
             index: number of the item of a tuple that is opened; None: all.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: with ``qkv``, the number of channels of each of the three, if known.
@@ -99,12 +97,9 @@ class Depth:
         if not isinstance(value, (Tensor, Stream)):
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
-            if isinstance(item, tuple):  # not a number, as others may be None in this call
-                new = [part for part in (at(value, item),) if isinstance(part, (Tensor, Stream))]
-            else:
-                new = [part for part in parts if self._holding(part) is None] if item is None else parts[item:]
+            new = (part for part in parts if self._holding(part) is None)
+            first = next(new, None) if item is None else at(value, item)
             self.held += [value]
-            first = next(iter(new), None)
 
             def opened(part: Any) -> Any:
                 if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
@@ -186,7 +181,7 @@ class Depth:
         function: Callable[..., Any],
         norm: nn.Module | None = None,
         post: bool = False,
-        kept: Sequence[tuple[int, int]] = (),
+        kept: Sequence[tuple[int, Item]] = (),
         last: bool = False,
         otherwise: str = "",
         qkv: bool = False,
@@ -202,7 +197,7 @@ class Depth:
         Args:
             function: the function that is called.
             norm, post: as for `open`, for the result.
-            kept: tensors of the result that are earlier states rather than the stream: (trunk, number of the tensor).
+            kept: items of the result that are earlier states rather than the stream, each with the number of its trunk.
             last: whether the result is returned at once: its streams stay streams, for the next block to read.
             otherwise: for a loop that calls blocks and other modules at one place, the role of the others:
                 ``"view"``: they reshape all states; ``"push"``: they make the next state of a sum.
@@ -283,18 +278,16 @@ class Depth:
         result: Any,
         norm: nn.Module | None = None,
         post: bool = False,
-        kept: Sequence[tuple[int, int]] = (),
+        kept: Sequence[tuple[int, Item]] = (),
     ) -> Any:
         """A function's result, with values in place of streams."""
-        number = itertools.count()
-        earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
+        earlier = [(self.entries[trunk].trunk, at(result, item)) for trunk, item in kept]
         values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
 
         def value_of(item: Any) -> Any:
-            n = next(number)
             if not isinstance(item, Stream):
                 return item
-            if (item.layout.trunk, n) in earlier:
+            if any(item is state and item.layout.trunk == trunk for trunk, state in earlier):
                 return item.value()
             if id(item) not in values:
                 values[id(item)] = taken(item if post else item.settled())

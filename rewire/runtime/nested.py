@@ -6,12 +6,15 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
+
+#: What leads to a tensor in a container: indices, keys and fields; or its number among the tensors and streams there.
+Item: TypeAlias = int | tuple[int | str, ...]
 
 
 def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any:
@@ -122,15 +125,18 @@ def tensors_and_streams(value: Any) -> list[Any]:
     return found
 
 
-def at(value: Any, places: Sequence[Any]) -> Any:
-    """What indices, keys and fields lead to in a value; None if nothing is there."""
-    for place in places:
+def at(value: Any, item: Item) -> Any:
+    """What an item leads to in a value; None if nothing is there."""
+    if isinstance(item, int):
+        return next(iter(tensors_and_streams(value)[item:]), None)
+    for key in item:
         if isinstance(value, (tuple, list)):
-            value = value[place] if isinstance(place, int) and place < len(value) else None
-        elif isinstance(value, dict):
-            value = value.get(place)
+            value = value[key] if isinstance(key, int) and key < len(value) else None
+        elif isinstance(value, dict) or _is_instance_of_dataclass(value):
+            held: dict[Any, Any] = value if isinstance(value, dict) else attributes(value)
+            value = held.get(key)
         else:
-            value = attributes(value).get(place) if _is_instance_of_dataclass(value) else None
+            return None
     return value
 
 

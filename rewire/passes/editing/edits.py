@@ -10,13 +10,10 @@ from rewire.attributes import gate_of
 from rewire.code.functions import Decorated
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
+from rewire.runtime.nested import Item
 
 #: A chain of attributes of ``self`` as it is written: ``self.norm``.
 Written: TypeAlias = str
-
-
-#: What leads to a tensor in a container, or its number among the tensors there; None: no other is there.
-Item: TypeAlias = int | tuple[int | str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Parameter:
     qkv: bool = False
     width: int | None = None
     post: bool = False
-    item: Item = None
+    item: Item | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Open:
     at: Span
     trunk: int = 0
     norm: Written | None = None
-    item: Item = None
+    item: Item | None = None
     index: int | None = None
     overwritten: bool = False
 
@@ -149,7 +146,7 @@ class Through:
         norm: the norm that is the first to read the stream's value after the call.
         last: whether the function only returns the call's result.
         post: whether the next state has yet to be computed from the result.
-        kept: returned tensors that are earlier states (U-nets): index of the trunk, index of the tensor.
+        kept: returned tensors that are earlier states (U-nets): index of the trunk, and the tensor's `Item`.
         qkv: whether the called function holds projections of an attention, and gets what these read.
     """
 
@@ -158,7 +155,7 @@ class Through:
     norm: Written | None = None
     last: bool = False
     post: bool = False
-    kept: frozenset[tuple[int, int]] = frozenset()
+    kept: frozenset[tuple[int, Item]] = frozenset()
     qkv: bool = False
 
 

@@ -18,7 +18,6 @@ from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
     Apply,
     FunctionPlan,
-    Item,
     Key,
     Open,
     Parameter,
@@ -55,6 +54,7 @@ from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
 from rewire.passes.finding.chains import rearranged, same_size
 from rewire.passes.finding.flow import Op, Scope
 from rewire.passes.finding.projections import Projections
+from rewire.runtime.nested import Item
 
 
 def plan(
@@ -195,7 +195,7 @@ class _Planner:
                 f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
             )
 
-    def _check_start(self, scope: Scope, name: str, item: Item) -> None:
+    def _check_start(self, scope: Scope, name: str, item: Item | None) -> None:
         """Refuse a parameter at which another trunk starts, or may start, too: nothing would tell them apart."""
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
@@ -290,7 +290,8 @@ class _Planner:
         post = bool(behind) and not child.holds(behind[-1].scope)
         norm = None if last or post else self._norm(scope, after, None)
         trunk = function.trunks.index(self.name)
-        kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
+        earlier = [op for op in child.results if self.carriers.stage.get(op, after) < after]
+        kept = frozenset((trunk, _place(op, child.results, child.returned)) for op in earlier)
         function.put(("through", at), Through(at, callee, norm, last, post, kept))
         function.passed.setdefault(at, set()).add(trunk)
         if child.call is not None and child.call[0] in scope.again:  # it may also be called without checkpoint
@@ -351,7 +352,9 @@ class _Planner:
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
             trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
-            index = None if item is None else self._index_returned(op, scope)
+            index = _index_in_result(op, scope)
+            if index is None and item is not None:
+                index = self._index_returned(op, scope)
             around = [o for (where, span), o in made.items() if where is scope and span != at and within(at, span)]
             unseen = item is None and bool(_among_results(op, scope))  # the call keeps the value to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
@@ -540,17 +543,30 @@ def _variable(text: Text, at: Span) -> str | None:
     return assigned(text, nodes[0]) if nodes else None
 
 
-def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -> Item:
-    """What leads to one of the tensors in an argument or a result; None if it is all of that.
+def _place(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -> Item:
+    """What leads to one of the tensors in an argument or a result, or its number among them if that cannot be written.
 
-    Its number among the tensors would not do: others may be None, or missing, in another call.
+    The number is second best: others may be None, or missing, in another call.
     """
-    if value not in tensors:
-        return None
     number = tensors.index(value)
-    if len(places) == len(tensors) and all(isinstance(key, (int, str)) for key in places[number]):
-        return places[number] or None
-    return number if len(tensors) > 1 else None
+    written = len(places) == len(tensors) and all(isinstance(key, (int, str)) for key in places[number])
+    return places[number] if written else number
+
+
+def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -> Item | None:
+    """The `_place` of a value; None if it is not there, or all that is there."""
+    place = _place(value, tensors, places) if value in tensors else None
+    return None if place == () or (place == 0 and len(tensors) == 1) else place
+
+
+def _index_in_result(op: Op, scope: Scope) -> int | None:
+    """The index of ``op`` in the tuple that a call in ``scope`` returns; None if it returns no tuple with it.
+
+    As in `_item`, its number among the tensors would not do.
+    """
+    inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+    place = () if inner is None else _item(op, inner.results, inner.returned)
+    return place[0] if isinstance(place, tuple) and len(place) == 1 and isinstance(place[0], int) else None
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:

@@ -298,7 +298,7 @@ class _Editor:
 
     def _through(self, edit: Through) -> list[Change]:
         how = self._how(dataclasses.replace(edit, last=False) if edit.kept else edit)
-        how += [f"kept={sorted(edit.kept)}"] if edit.kept else []
+        how += [f"kept={sorted(edit.kept, key=str)}"] if edit.kept else []
         ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
         how += [f'otherwise="{method}"' for method in ways]
         made = self.plan.edits.get(("push", edit.at)) if "push" in ways else None

@@ -218,3 +218,66 @@ def test_blocks_that_get_earlier_states(cls: Any, topology: str, validate: bool)
     plain = cls()
     rewired = rewire.compile(plain, topology, example_inputs=(X,), validate=validate)
     torch.testing.assert_close(rewired(X), plain(X))
+
+
+class Between(Branch):
+    """Returns the state, that in its middle, and another tensor that may be None, in the order of their initials."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor, other: Tensor | None) -> Any:
+        middle = x + self.branch(x)
+        x = middle + self.branch(middle)
+        found = {"x": x, "m": middle, "o": other}
+        return tuple(found[name] for name in self.order)
+
+
+class Normed(nn.Module):
+    """Makes the next state of a sum, and returns it with another tensor that may be None."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.norm, self.order = nn.LayerNorm(WIDTH), order
+
+    def forward(self, x: Tensor, other: Tensor | None) -> Any:
+        return (other, self.norm(x)) if self.order == "ox" else (self.norm(x), other)
+
+
+class Normal(Branch):
+    """A post-norm block whose norm comes with another tensor."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.post, self.order = Normed(order), order
+
+    def forward(self, x: Tensor, other: Tensor | None) -> Any:
+        return self.post(x + self.f(x), other)
+
+
+class WithAnother(nn.Module):
+    """Blocks of `Between` or `Normal`."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        kind = Between if "m" in order else Normal
+        self.blocks, self.order = nn.ModuleList(kind(order) for _ in range(3)), order
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> list[Tensor]:
+        seen = []
+        for block in self.blocks:
+            found = dict(zip(self.order, block(x, other), strict=True))
+            x, other = found["x"], found["o"]
+            seen.append(found.get("m", x))
+        return [x, *seen]
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("order", ["oxm", "omx", "xom", "mox", "xmo", "ox", "xo"])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer"])
+@pytest.mark.parametrize("seen", [(X,), (X, 2 * X)], ids=["without", "with"])
+def test_another_tensor_in_a_result_may_be_missing(order: str, topology: str, seen: tuple[Tensor, ...]) -> None:
+    """States are told by their places in it: by their numbers among the tensors, they would be mistaken."""
+    rewired = shaken(rewire.compile(WithAnother(order), topology, example_inputs=seen), 0.1, 3)
+    torch.testing.assert_close(rewired(X, 2 * X), rewired(X))
