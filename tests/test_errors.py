@@ -14,10 +14,12 @@ from models import (
     EDSR,
     WIDTH,
     Interrupted,
+    LinearNet,
     NanoGPT,
     PostNorm,
     PreNorm,
     Reordered,
+    SeparatePreNorm,
     Stack,
     TakesKept,
     TwoWidths,
@@ -134,6 +136,16 @@ def test_a_topology_without_a_preserving_start() -> None:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trunk_that_a_topology_does_not_fit_is_named() -> None:
+    linear, apart = LinearNet(), (SeparatePreNorm(), SeparatePreNorm())
+    with pytest.raises(rewire.UnsupportedTopology, match=r"^trunk '0\.blocks': .*; use grn-v3\. To leave .* trunks="):
+        rewire.compile(
+            nn.Sequential(linear, nn.Linear(WIDTH, WIDTH), *apart), "dca", example_inputs=(vectors(width=WIDTH),)
+        )
+    with pytest.raises(rewire.UnsupportedTopology, match=r"^trunk 'blocks': .*; use grn-v3\.$"):
+        rewire.compile(linear, "dca", example_inputs=(vectors(),))
 
 
 def test_no_module() -> None:

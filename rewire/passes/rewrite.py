@@ -10,7 +10,7 @@ from torch import nn
 from rewire.attributes import CONNECTIONS
 from rewire.code.edited import is_edited
 from rewire.copies import M, outside_inference_mode, shared
-from rewire.errors import EditError
+from rewire.errors import EditError, UnsupportedTopology
 from rewire.logs import rewrite as log
 from rewire.passes.editing.apply import apply, show_between, undo
 from rewire.passes.editing.connect import StreamsToTensors, convert_collected, copy_norms, register
@@ -49,6 +49,7 @@ def rewrite(
 
     Raises:
         EditError: a trunk cannot be edited.
+        UnsupportedTopology: the topology has no such start, or does not fit a trunk.
     """
     rewired, trunks = prepared.model, found.trunks
     plans, texts, chosen = edits(prepared, found, layouts, all_of_them)
@@ -56,7 +57,11 @@ def rewrite(
     for name, layout in chosen.items():
         trunk = trunks[name]
         device = next((parameter.device for parameter in rewired.get_submodule(trunk.owner).parameters()), None)
-        made[name] = Connection(layout, start, device, trunk)
+        try:
+            made[name] = Connection(layout, start, device, trunk)
+        except UnsupportedTopology as error:
+            advice = " To leave the trunk out: trunks=[...]." * (len(chosen) > 1)
+            raise UnsupportedTopology(f"trunk '{name}': {error}{advice}") from None
         register(rewired, trunk, made[name])
         log.info("trunk '%s': %s, %d units, start=%r", name, layout.topology, layout.dims.depth, start)
         convert_collected(rewired, trunk)
