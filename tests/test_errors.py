@@ -139,13 +139,12 @@ def test_a_topology_without_a_preserving_start() -> None:
 
 
 def test_a_trunk_that_a_topology_does_not_fit_is_named() -> None:
-    linear, apart = LinearNet(), (SeparatePreNorm(), SeparatePreNorm())
+    linear, x = LinearNet(), vectors()
+    both = nn.Sequential(linear, nn.Linear(8, WIDTH), SeparatePreNorm(), SeparatePreNorm())
     with pytest.raises(rewire.UnsupportedTopology, match=r"^trunk '0\.blocks': .*; use grn-v3\. To leave .* trunks="):
-        rewire.compile(
-            nn.Sequential(linear, nn.Linear(WIDTH, WIDTH), *apart), "dca", example_inputs=(vectors(width=WIDTH),)
-        )
+        rewire.compile(both, "dca", example_inputs=(x,))
     with pytest.raises(rewire.UnsupportedTopology, match=r"^trunk 'blocks': .*; use grn-v3\.$"):
-        rewire.compile(linear, "dca", example_inputs=(vectors(),))
+        rewire.compile(linear, "dca", example_inputs=(x,))
 
 
 def test_no_module() -> None:
