@@ -1992,7 +1992,7 @@ class NormedInPairs(nn.Module):
 
 def test_a_norm_that_returns_more_than_its_value() -> None:
     plain = assert_connected(Stack(NormedInPairs), {"layers": DEPTH}, vectors())
-    assert "depth.push(self.norm(depth.add(x, self.mlp(x))), item=0)" in str(rewire.source(plain, "layers.0"))
+    assert "depth.push(self.norm(depth.add(x, self.mlp(x))), item=(0,))" in str(rewire.source(plain, "layers.0"))
 
 
 class Cross(nn.Module):

@@ -93,7 +93,7 @@ class Depth:
         if qkv:
             return self.separate.open(value, width)
         if index is not None:
-            return with_item(value, None, index, lambda part: self.open(part, norm, trunk, post, begin))
+            return with_item(value, (index,), lambda part: self.open(part, norm, trunk, post, begin))
         if not isinstance(value, (Tensor, Stream)):
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
@@ -186,8 +186,7 @@ class Depth:
         otherwise: str = "",
         qkv: bool = False,
         read: Sequence[int] = (),
-        item: int | None = None,
-        index: int | None = None,
+        item: Item | None = None,
     ) -> Callable[..., Any]:
         """Wrap ``function`` for a call that takes streams: a block, a helper with adds, ``checkpoint``.
 
@@ -203,12 +202,12 @@ class Depth:
                 ``"view"``: they reshape all states; ``"push"``: they make the next state of a sum.
             qkv: whether the function holds projections of an attention, and takes what these read instead of a stream.
             read: numbers of the trunks whose values are passed as tensors.
-            item, index: for ``"push"``, which part of the result is the state, as for `push`.
+            item: for ``"push"``, which item of the result is the state.
         """
         if qkv:
             return self.separate.through(function)
         if isinstance(function, functools.partial):  # its arguments may hold a stream's value
-            held, how = function, (norm, post, kept, last, otherwise, qkv, read, item, index)
+            held, how = function, (norm, post, kept, last, otherwise, qkv, read, item)
             return lambda *args, **kwargs: self.through(held.func, *how)(*held.args, *args, **held.keywords | kwargs)
 
         alone = [self.entries[number].trunk for number in read]
@@ -236,7 +235,7 @@ class Depth:
                     live.stream = live.stream.viewed(lambda x: function(*_with(args, live, x), **kwargs))  # noqa: B023
                     result = live.read(norm)
                 else:
-                    result = with_item(result, item, index, functools.partial(self._pushed, live, norm))
+                    result = with_item(result, item, functools.partial(self._pushed, live, norm))
             return result
 
         return call
@@ -478,8 +477,7 @@ class Depth:
         state: Any,
         norm: nn.Module | None = None,
         trunk: int | tuple[int, ...] = 0,
-        item: int | None = None,
-        index: int | None = None,
+        item: Item | None = None,
         more: bool = False,
     ) -> Any:
         """Give the stream the state that the operations after an add, its *post*, made of the sum; return its value.
@@ -488,8 +486,7 @@ class Depth:
             state: the state, or a tuple with it.
             norm: the norm that reads it first.
             trunk: number of the trunk among the function's; or numbers of several, only one of which waits for a state.
-            item: number of the state among a tuple's tensors.
-            index: number of the state among all items of a tuple.
+            item: the item of a tuple that is the state; None: its only tensor.
             more: whether other operations may follow; if none runs, this is the state.
         """
         numbers = (trunk,) if isinstance(trunk, int) else trunk
@@ -507,8 +504,7 @@ class Depth:
             )
         if live.overwritten:
             raise self._overwritten(live)
-
-        return with_item(state, item, index, functools.partial(self._pushed, live, norm, more=more))
+        return with_item(state, item, functools.partial(self._pushed, live, norm, more=more))
 
     def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
         live.stream = live.stream.push(counted(self._tensor(part)), more)
@@ -580,7 +576,7 @@ class Depth:
 
         live.stream = live.stream.viewed(view)
         value = live.read()
-        return with_item(whole, None, None, lambda _: value)
+        return with_item(whole, None, lambda _: value)
 
     def copy(self, function: Callable[..., Any], *values: Any, factor: bool = False) -> Any:
         """``function(*values)``, a cast or clone: if one of them is a stream's value, so is the result.

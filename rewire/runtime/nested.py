@@ -131,32 +131,26 @@ def at(value: Any, item: Item) -> Any:
         return next(iter(tensors_and_streams(value)[item:]), None)
     for key in item:
         if isinstance(value, (tuple, list)):
-            value = value[key] if isinstance(key, int) and key < len(value) else None
-        elif isinstance(value, dict) or _is_instance_of_dataclass(value):
-            held: dict[Any, Any] = value if isinstance(value, dict) else attributes(value)
-            value = held.get(key)
-        else:
-            return None
+            value = dict(enumerate(value))
+        elif not isinstance(value, dict):
+            value = attributes(value) if _is_instance_of_dataclass(value) else {}
+        value = value.get(key)
     return value
 
 
-def with_item(value: Any, item: int | None, index: int | None, change: Callable[[Any], Any]) -> Any:
-    """``change(value)``; for a tuple or list, the same with one item changed: by default its only tensor.
-
-    Args:
-        value: the tensor, or a tuple or list with it.
-        item: number of the item among the tensors.
-        index: number of the item among all items.
-        change: called with the item.
-    """
-    if not isinstance(value, (tuple, list)):
+def with_item(value: Any, item: Item | None, change: Callable[[Any], Any]) -> Any:
+    """``change(value)``; for a tuple or list, the same with one item changed: by default its only tensor."""
+    if not isinstance(value, (tuple, list)) or item == ():
         return change(value)
     items = list(value)
-    tensors = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))]
-    if item is None and index is None and len(tensors) != 1:
-        return change(value)
-    index = tensors[item or 0] if index is None else index
-    items[index] = change(items[index])
+    if not isinstance(item, tuple):
+        tensors = [n for n, part in enumerate(items) if isinstance(part, (Tensor, Stream))][item or 0 :]
+        if not tensors or (item is None and len(tensors) != 1):
+            return change(value)
+        item = (tensors[0],)
+    index, *inside = item
+    assert isinstance(index, int)
+    items[index] = with_item(items[index], tuple(inside), change)
     return like(value, items)
 
 

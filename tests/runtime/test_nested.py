@@ -70,10 +70,11 @@ def test_dynamo_follows_containers_in_containers(wrap: Callable[[Any], Any]) -> 
 
 
 def test_one_tensor_of_several_changes() -> None:
-    assert with_item(("a", ONE, ONE), 1, None, doubled) == ("a", ONE, TWO)
-    assert with_item(("a", ONE, ONE), None, 1, doubled) == ("a", TWO, ONE)
-    assert with_item(Pair(ONE, ONE), 0, None, doubled) == Pair(TWO, ONE)
-    assert with_item(ONE, None, None, doubled) == with_item(ONE, 3, None, doubled) == TWO
+    assert with_item(("a", ONE, ONE), 1, doubled) == ("a", ONE, TWO)
+    assert with_item(("a", ONE, ONE), (1,), doubled) == ("a", TWO, ONE)
+    assert with_item(("a", [ONE, ONE]), (1, 0), doubled) == ("a", [TWO, ONE])
+    assert with_item(Pair(ONE, ONE), 0, doubled) == Pair(TWO, ONE)
+    assert with_item(ONE, None, doubled) == with_item(ONE, 3, doubled) == TWO
 
 
 def test_items_change_where_streams_stand() -> None:

@@ -226,6 +226,15 @@ class _Planner:
         nodes = text.nodes.get(self.sources.span(scope, op), [])
         return 0 if any(is_one_of_several(text, node) for node in nodes) else None
 
+    def _item_returned(self, op: Op, scope: Scope) -> Item | None:
+        """What leads to ``op`` in the tuple that a call in ``scope`` returns, or its number; None if that is all."""
+        inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+        item = None if inner is None else _item(op, inner.results, inner.returned)
+        if isinstance(item, tuple) and all(isinstance(key, int) for key in item):
+            return item
+        index = self._index_returned(op, scope)
+        return self._number_returned(op, scope) if index is None else (index,)
+
     def _index_returned(self, op: Op, scope: Scope) -> int | None:
         """The index of ``op`` among all values that a helper returns, by the helper's text; None if unclear."""
         inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
@@ -236,7 +245,7 @@ class _Planner:
             nodes = text.nodes.get(self.sources.span(inner, op), [])
         except EditError:
             return None
-        return place_returned(text, assigned(text, nodes[0])) if nodes else None
+        return place_returned(text, nodes[0]) if nodes else None
 
     def _adds_before(self, scope: Scope) -> int:
         first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
@@ -351,25 +360,21 @@ class _Planner:
         state = max((op for op in made.values() if op not in views), key=lambda op: op.index, default=None)
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
-            trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
-            index = _index_in_result(op, scope)
-            if index is None and item is not None:
-                index = self._index_returned(op, scope)
+            trunk, item = function.trunks.index(self.name), self._item_returned(op, scope)
             around = [o for (where, span), o in made.items() if where is scope and span != at and within(at, span)]
             unseen = item is None and bool(_among_results(op, scope))  # the call keeps the value to itself
             unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
             if op in views:
                 function.put(("view", at), View(at, False))
                 continue
-            item = item if index is None else None
             times = function.posts.setdefault(trunk, set())
             times.add((id(self.flow), add.op.index, add.post[-1].index))
             if op is state:
                 self._check_made_once(op, add, scope, at)
                 norm = self._norm(scope, number + 1, None) if op is add.post[-1] else None
-                function.put(("push", at), Push(at, trunk, norm, item, index=index))
+                function.put(("push", at), Push(at, trunk, norm, item))
             elif same_size(op, add.op) and views.issuperset(around) and not unseen and _replaces(op, add):
-                function.put(("push", at), Push(at, trunk, item=item, index=index, more=True))
+                function.put(("push", at), Push(at, trunk, item=item, more=True))
             if op.scope is not scope:
                 self.made_by_calls.add((number, scope, at))
 
@@ -557,16 +562,6 @@ def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -
     """The `_place` of a value; None if it is not there, or all that is there."""
     place = _place(value, tensors, places) if value in tensors else None
     return None if place == () or (place == 0 and len(tensors) == 1) else place
-
-
-def _index_in_result(op: Op, scope: Scope) -> int | None:
-    """The index of ``op`` in the tuple that a call in ``scope`` returns; None if it returns no tuple with it.
-
-    As in `_item`, its number among the tensors would not do.
-    """
-    inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
-    place = () if inner is None else _item(op, inner.results, inner.returned)
-    return place[0] if isinstance(place, tuple) and len(place) == 1 and isinstance(place[0], int) else None
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:

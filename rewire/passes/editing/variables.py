@@ -281,11 +281,21 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and (unpacked or picked)
 
 
-def place_returned(text: Text, name: str | None) -> int | None:
-    """The index of a variable in the tuple or list that a function returns; None if its returns differ."""
-    returns = [node.value for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
+def place_returned(text: Text, node: ast.AST) -> int | None:
+    """The index of a value in the tuple or list that a function returns; None if its returns differ.
+
+    Args:
+        text: the function.
+        node: the expression that makes the value there, in a return or in an assignment to a variable.
+    """
+    name = assigned(text, node)
+
+    def is_it(element: ast.expr) -> bool:
+        return element is node or (isinstance(element, ast.Name) and element.id == name)
+
+    returns = [each.value for each in ast.walk(text.tree) if isinstance(each, ast.Return)]
     places = {
-        next((n for n, x in enumerate(value.elts) if isinstance(x, ast.Name) and x.id == name), None)
+        next((n for n, element in enumerate(value.elts) if is_it(element)), None)
         for value in returns
         if isinstance(value, (ast.Tuple, ast.List))
     }

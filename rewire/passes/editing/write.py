@@ -302,8 +302,8 @@ class _Editor:
         ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
         how += [f'otherwise="{method}"' for method in ways]
         made = self.plan.edits.get(("push", edit.at)) if "push" in ways else None
-        numbers = {name: getattr(made, name, None) for name in ("item", "index")}
-        how += [f"{name}={number}" for name, number in numbers.items() if number is not None]
+        item = getattr(made, "item", None)
+        how += [] if item is None else [f"item={item}"]
         read = self.plan.given.get(edit.at, set()) - self.plan.passed.get(edit.at, set())
         how += [f"read={sorted(read)}"] if read else []
         around = self._wrapped(self._call(edit.at).func, "through", how)

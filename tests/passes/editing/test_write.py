@@ -422,4 +422,36 @@ class NormsBeside(nn.Module):
 def test_the_state_among_what_a_helper_returns(count: bool) -> None:
     model = nn.Sequential(*(NormsBeside(count) for _ in range(3)))
     rewired = rewire.compile(model, "ancre-ingoing", example_inputs=torch.randn(2, 5, WIDTH))
-    assert "index=1" in rewire.diff(rewired) and len(rewire.connections(rewired)) == 1
+    assert "item=(1,)" in rewire.diff(rewired) and len(rewire.connections(rewired)) == 1
+
+
+class NormsAtOnce(nn.Module):
+    """Its helper makes the next state in the tuple that it returns, behind a tensor that may be None."""
+
+    def __init__(self, unpacks: bool) -> None:
+        super().__init__()
+        self.mlp, self.norm, self.unpacks = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), unpacks
+
+    def beside(self, x: Tensor, other: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        return other, self.norm(x)
+
+    def forward(self, given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        x, other = given
+        x = x + self.mlp(x)
+        if self.unpacks:
+            other, x = self.beside(x, other)
+        else:
+            found = self.beside(x, other)
+            x, other = found[1], found[0]
+        return x, other
+
+
+@pytest.mark.parametrize("unpacks", [True, False])
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_state_behind_what_may_be_missing(seen: bool, unpacks: bool) -> None:
+    model, x = nn.Sequential(*(NormsAtOnce(unpacks) for _ in range(3))), torch.randn(2, 5, WIDTH)
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=((x, x if seen else None),))
+    for given in ((x, x), (x, None)):
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                torch.testing.assert_close(rewired(given)[0], model(given)[0])
