@@ -406,7 +406,7 @@ class Depth:
             raise self._overwritten(live)
         branches = tuple(map(counted, branches))
         total = _plain_sum(shortcut, branches, alpha)
-        live.parts.append((total, (*before, *(branches if alpha == 1 else _scaled(branches, alpha)))))
+        live.parts.append((total, (*before, *(branches if alpha == 1 else [branch * alpha for branch in branches]))))
         live.parallel += [(part, noted(part)) for part in (total, *branches)]
         return total
 
@@ -466,7 +466,7 @@ class Depth:
         if live.qkv is not None and not live.apart:
             raise self.separate.lost("adds the output of an attention that did not get what was read for it")
         if alpha != 1:
-            branches = _scaled(branches, alpha)
+            branches = tuple([branch * alpha for branch in branches])
         if shortcut.dtype != live.values[0].dtype:  # a cast of the value: add in its precision
             branches = tuple([branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches])
         live.stream = live.stream.write(*before, *branches)
@@ -732,10 +732,6 @@ def _root(x: Tensor) -> Tensor:
     """The tensor of which ``x`` is a view, or ``x`` itself."""
     base = viewed(x)
     return x if base is None else base
-
-
-def _scaled(branches: tuple[Tensor, ...], alpha: float) -> tuple[Tensor, ...]:
-    return tuple([branch * alpha for branch in branches])
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

@@ -149,7 +149,8 @@ def with_item(value: Any, item: Item | None, change: Callable[[Any], Any]) -> An
             return change(value)
         item = (tensors[0],)
     index, *inside = item
-    assert isinstance(index, int)
+    if not isinstance(index, int) or index >= len(items):
+        return change(value)
     items[index] = with_item(items[index], tuple(inside), change)
     return like(value, items)
 

@@ -73,6 +73,8 @@ def test_one_tensor_of_several_changes() -> None:
     assert with_item(("a", ONE, ONE), 1, doubled) == ("a", ONE, TWO)
     assert with_item(("a", ONE, ONE), (1,), doubled) == ("a", TWO, ONE)
     assert with_item(("a", [ONE, ONE]), (1, 0), doubled) == ("a", [TWO, ONE])
+    assert with_item((ONE,), (1,), len) == 1  # what is not there: the caller's function says so
+    assert with_item((None,), 1, len) == 1
     assert with_item(Pair(ONE, ONE), 0, doubled) == Pair(TWO, ONE)
     assert with_item(ONE, None, doubled) == with_item(ONE, 3, doubled) == TWO
 
