@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import pytest
@@ -480,11 +481,45 @@ class TwoInADict(TwoInOneLoop):
         return states
 
 
+@dataclasses.dataclass
+class Two:
+    a: Tensor | None
+    b: Tensor | None
+
+
+class MadeInData(Made):
+    def forward(self, a: Tensor | None, b: Tensor | None) -> Two:
+        return Two(*super().forward(a, b))
+
+
+class TwoInData(TwoInOneLoop):
+    """The two come in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.made = MadeInData()
+
+    def forward(self, states: Any) -> Any:
+        two = self.made(*states)
+        states = [two.a, two.b]
+        for branches in zip(self.a, self.b, strict=True):
+            states = [None if x is None else x + branch(x) for branch, x in zip(branches, states, strict=True)]
+        return states
+
+
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic"])
 @pytest.mark.parametrize("made", [False, True])
 def test_one_of_two_streams_keeps_its_weights_without_the_other(made: bool, topology: str) -> None:
     a, b = vectors(1, 2), vectors(2, 3)
     rewired = shaken(rewire.compile(TwoInOneLoop(made), topology, example_inputs=([a, b],)), 0.1, 7)
+    both = rewired([a, b])
+    torch.testing.assert_close(rewired([a, None])[0], both[0])
+    torch.testing.assert_close(rewired([None, b])[1], both[1])
+
+
+def test_one_of_two_streams_in_a_dataclass_keeps_its_weights_without_the_other() -> None:
+    a, b = vectors(1, 2), vectors(2, 3)
+    rewired = shaken(rewire.compile(TwoInData(), example_inputs=([a, b],)), 0.1, 7)
     both = rewired([a, b])
     torch.testing.assert_close(rewired([a, None])[0], both[0])
     torch.testing.assert_close(rewired([None, b])[1], both[1])
