@@ -158,6 +158,15 @@ def test_what_choosing_shows_on_new_seeds() -> None:
     assert {name for name, row in rows.items() if row["verdict"] == "better"} == {"mhc"}
     assert len(before["mhc"]["losses"].keys() & rows["mhc"]["losses"].keys()) == 0
 
+    short = json.loads((RESULTS / "choosing" / "deep_again_6.json").read_text())
+    mhc, plain = short["rows"]
+    gain = difference([*plain["losses"].values()], [*mhc["losses"].values()])
+    assert short["about"]["layers"] == 6 and mhc["verdict"] == "no difference"
+    assert f"{_told(gain)}, p = {mhc['p']:.3f}, and lower on {_ahead(gain)} of 8 seeds" in text
+    tried = {(run["rate"], run["embedding"], run["branch"]) for run in plain["search"]}
+    assert f"best of {len(tried)} settings is the best for both" in text
+    assert {**mhc["setting"], "connections": 0} == {**plain["setting"], "connections": 0}
+
     (higher,) = [run["loss"] for run in rows["muddformer:norms=True"]["search"] if run["connections"] == 64]
     (chosen,) = [run["loss"] for run in before["muddformer:norms=True"]["search"] if run["connections"] == 16]
     assert f"is worse on that seed ({higher:.3f}, {chosen:.3f} at times 16)" in " ".join(page.split())
