@@ -157,7 +157,7 @@ def writes_within(tensor: Tensor) -> int | None:
     """
     try:
         own = tensor._version
-    except RuntimeError:  # rarer, and faster, than to ask `is_inference` each time
+    except RuntimeError:  # an inference tensor; to ask `is_inference` first would cost a call for all others
         return None
     if _transforms_active is not None and not _transforms_active():
         return own

@@ -179,7 +179,7 @@ class _Planner:
             norm, item = self._norm(scope, start, value), self._number_made(value, scope)
             index = None if item is None else self._index_returned(value, scope)
             over = overwritten(self.flow, [value], self.adds[0])
-            inner = next((inner for inner in value.scope.outward() if inner.parent is scope), None)
+            inner = _called(value, scope)
             among = None if inner is None or item is None else _item(value, inner.results, inner.returned)
             item = (item if among is None else among) if index is None else None
             function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
@@ -228,7 +228,7 @@ class _Planner:
 
     def _item_returned(self, op: Op, scope: Scope) -> Item | None:
         """What leads to ``op`` in the tuple that a call in ``scope`` returns, or its number; None if that is all."""
-        inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+        inner = _called(op, scope)
         item = None if inner is None else _item(op, inner.results, inner.returned)
         if isinstance(item, tuple) and all(isinstance(key, int) for key in item):
             return item
@@ -237,7 +237,7 @@ class _Planner:
 
     def _index_returned(self, op: Op, scope: Scope) -> int | None:
         """The index of ``op`` among all values that a helper returns, by the helper's text; None if unclear."""
-        inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+        inner = _called(op, scope)
         if inner is None or inner.results:
             return None
         try:
@@ -564,9 +564,14 @@ def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -
     return None if place == () or (place == 0 and len(tensors) == 1) else place
 
 
+def _called(op: Op, scope: Scope) -> Scope | None:
+    """The call in ``scope`` inside of which ``op`` runs; None if it runs in ``scope`` itself, or elsewhere."""
+    return next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+
+
 def _among_results(op: Op, scope: Scope) -> list[Op]:
     """The operations that make what the call around ``op`` in ``scope`` returns, if it returns several tensors."""
-    inner = next((inner for inner in op.scope.outward() if inner.parent is scope), None)
+    inner = _called(op, scope)
     return inner.results if inner is not None and len(inner.results) > 1 else []
 
 
