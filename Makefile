@@ -37,7 +37,7 @@ test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS) --dist worksteal
 
 SHARE ?= 1
-slow: env  ## run the tests that take long; with SHARE=5, a fifth of the cases of each, another one for each commit
+slow: env  ## run the tests that take long; with SHARE=8, an eighth of the cases of each, another one for each commit
 	TESTS_SHARE=$(SHARE) TESTS_PART=$$(git rev-list --count HEAD || echo 0) $(DEV)/bin/pytest -n $(JOBS) -m slow
 
 lint: env  ## check style and types

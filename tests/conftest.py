@@ -49,12 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared(items: list[pytest.Item], share: int, part: int) -> list[pytest.Item]:
-    """One in ``share`` slow cases of each test that has at least so many, and all others: which, ``part`` says."""
+    """Of each test one in ``share`` slow cases, at least one, and all others: which, ``part`` says."""
     left_out = set[pytest.Item]()
     for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = [case for case in group if case.get_closest_marker("slow")]
-        if len(cases) >= share:
-            left_out.update(case for n, case in enumerate(cases) if (n - part) % share)
+        left_out.update(case for n, case in enumerate(cases) if (n - part) % min(share, len(cases)))
     return [item for item in items if item not in left_out]
 
 

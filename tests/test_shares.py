@@ -29,9 +29,15 @@ def test_three_shares_are_all_cases() -> None:
     many = [[item for item in share if "many" in item.nodeid] for share in shares]
     assert [len(cases) for cases in many] == [3, 2, 2]
     assert {item for cases in many for item in cases} == {item for item in items if "many" in item.nodeid}
-    assert shares[0] == shared(items, 3, 3)
+    assert shares[0] == shared(items, 3, 6)
     for share in shares:
-        assert [item for item in share if "many" not in item.nodeid] == items[7:]
+        assert [item for item in share if "fast" in item.nodeid] == items[9:]
+
+
+def test_of_few_cases_each_share_runs_one() -> None:
+    items = collected()
+    few = [[item for item in shared(items, 3, part) if "few" in item.nodeid] for part in range(2)]
+    assert few == [[items[7]], [items[8]]]
 
 
 def test_a_share_of_one_is_everything() -> None:
