@@ -67,7 +67,6 @@ class Depth:
         post: bool = False,
         begin: bool = True,
         item: Item | None = None,
-        index: int | None = None,
         qkv: bool = False,
         width: int | None = None,
     ) -> Any:
@@ -82,7 +81,6 @@ class Depth:
                 the state: operations that the model skips in this call (no mask, evaluation mode) change nothing.
             begin: whether the trunk may start here with a tensor.
             item: the item of a container with which the trunk starts; None: the first that is not a stream's value.
-            index: number of the item of a tuple that is opened; None: all.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: with ``qkv``, the number of channels of each of the three, if known.
 
@@ -92,8 +90,6 @@ class Depth:
         """
         if qkv:
             return self.separate.open(value, width)
-        if index is not None:
-            return with_item(value, (index,), lambda part: self.open(part, norm, trunk, post, begin))
         if not isinstance(value, (Tensor, Stream)):
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
@@ -117,9 +113,11 @@ class Depth:
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case, an operation's result from the sum
-        begun = any(live.entry is entry and (live.start or not live.stream.complete) for live in self.live)
-        if isinstance(value, Tensor) and begin and not begun:  # else, say, keys of a cache, next to a stream
-            return self._begin(value, norm, entry)
+        if isinstance(value, Tensor) and begin:
+            begun = [live for live in self.live if live.entry is entry and (live.start or not live.stream.complete)]
+            if not begun:
+                return self._begin(value, norm, entry)
+            self._check_beside(begun[0])
         return value
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
@@ -171,6 +169,19 @@ class Depth:
         # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
         return self._track(Live(begin(counted(value)), entry, value), norm)
+
+    def _check_beside(self, live: Live) -> None:
+        """Check a tensor in place of the stream, beside it, as keys of a cache are beside queries.
+
+        In a trunk's first block it is made of the trunk's input, the first of its states: the block must read that.
+        """
+        if live.start == 0 and tensors_and_streams(live.stream.states)[0] is not live.values[0]:
+            raise UnsupportedCall(
+                f"block '{self.block}' ({self.where}) was given another tensor in one of the arguments that were both "
+                "the hidden state when the model was rewired (say, as keys, those of a cache as well). It is made of "
+                f"the input of trunk '{live.trunk}', from which what the topology reads first differs. Pass "
+                "example_inputs of such a call to rewire.compile: then this argument is the input in every call."
+            )
 
     def _track(self, live: Live, norm: nn.Module | None) -> Tensor:
         self.live.append(live)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from written_nets import BLOCK, BODY, WIDTH, assert_right, written_input, written_net
 
 import rewire
+from rewire.errors import UnsupportedCall
 
 
 @pytest.mark.each_once
@@ -172,7 +173,7 @@ class Cached(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-dynamic", "attnres"])
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "denseformer", "attnres"])
 def test_a_tensor_in_place_of_the_stream_in_another_argument(topology: str) -> None:
     """As keys of a cache are in calls that decode: they are no stream, in the first block either."""
     x, cache = vectors(length=3), vectors(length=4)
@@ -181,6 +182,20 @@ def test_a_tensor_in_place_of_the_stream_in_another_argument(topology: str) -> N
     decoding = rewire.compile(net, topology, example_inputs=(x, cache))
     decoding.load_state_dict(rewired.state_dict())
     torch.testing.assert_close(rewired(x, cache), decoding(x, cache))
+    with torch.inference_mode():
+        torch.testing.assert_close(rewired(x, cache), decoding(x, cache))
+
+
+@pytest.mark.parametrize("topology", ["hc-dynamic", "grn-v1", "x0-lambdas", "two-lanes"])
+def test_a_tensor_beside_a_first_read_that_is_not_the_input(topology: str) -> None:
+    """Its keys would be made of the input, and the queries of what the topology reads."""
+    x, cache = vectors(length=3), vectors(length=4)
+    rewired = rewire.compile(Cached(), topology, example_inputs=(x,))
+    rewired(x)
+    for training in (True, False):
+        with pytest.raises(UnsupportedCall, match=r"block 'blocks.0' .*test_depth.py.* another tensor .*'blocks'"):
+            rewired.train(training)(x, cache)
+    rewire.compile(Cached(), topology, example_inputs=(x, cache))(x, cache)
 
 
 @pytest.mark.each_once

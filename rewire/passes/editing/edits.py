@@ -48,7 +48,6 @@ class Open:
         trunk: index of the trunk among those of the function.
         norm: the norm that is the first to read the value.
         item: if a call returns several tensors, what leads to the value, or its number among them.
-        index: the index among all returned values, if it is unknown which of them are tensors.
         overwritten: whether the first add overwrites the value in place.
     """
 
@@ -56,7 +55,6 @@ class Open:
     trunk: int = 0
     norm: Written | None = None
     item: Item | None = None
-    index: int | None = None
     overwritten: bool = False
 
 

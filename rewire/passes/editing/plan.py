@@ -176,13 +176,9 @@ class _Planner:
                 )
             self._check_one_first(value, scope)
             check_whole(value, function.text, at)
-            norm, item = self._norm(scope, start, value), self._number_made(value, scope)
-            index = None if item is None else self._index_returned(value, scope)
+            norm, item = self._norm(scope, start, value), self._item_made(value, scope)
             over = overwritten(self.flow, [value], self.adds[0])
-            inner = _called(value, scope)
-            among = None if inner is None or item is None else _item(value, inner.results, inner.returned)
-            item = (item if among is None else among) if index is None else None
-            function.put(("open", at, item, index), Open(at, number, norm, item, index, over))
+            function.put(("open", at, item), Open(at, number, norm, item, over))
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
         """Refuse a first state that a lambda or a comprehension makes among others."""
@@ -210,10 +206,12 @@ class _Planner:
                 if (call.path, call.code) == (scope.path, scope.code) and call not in self.carriers.scopes:
                     raise EditError(f"the function at {function.text.where()} adds to another stream, too")
 
-    def _number_made(self, value: Op, scope: Scope) -> int | None:
-        """The index of ``value`` among the tensors that an expression in ``scope`` makes; None if it makes no other."""
-        if value.scope is not scope:
-            return self._number_returned(value, scope)
+    def _item_made(self, value: Op, scope: Scope) -> Item | None:
+        """What leads to ``value`` among what an expression in ``scope`` makes, or its number; None if that is all."""
+        inner = _called(value, scope)
+        if inner is not None:
+            item = _item(value, inner.results, inner.returned)
+            return item if isinstance(item, tuple) else self._item_returned(value, scope)
         made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
         return made.index(value) if len(made) > 1 and value.place is not None else None
 

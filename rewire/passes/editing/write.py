@@ -143,8 +143,8 @@ class _Editor:
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
         how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
-        numbers = {name: getattr(edit, name, None) for name in ("item", "index")}
-        how += [f"{name}={number}" for name, number in numbers.items() if number is not None]
+        item = getattr(edit, "item", None)
+        how += [] if item is None else [f"item={item}"]
         trunk, others = getattr(edit, "trunk", 0), getattr(edit, "others", ())
         if others:
             return [*how, f"trunk={(trunk, *others)}"]
@@ -250,7 +250,7 @@ class _Editor:
             node = self._expression(edit.at)
             while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # both values
                 node = self.parents[node]  # type: ignore[assignment]
-            if edit.item is None and edit.index is None:
+            if edit.item is None:
                 self._check_one_value(node)
             inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # the outer call is assigned
             return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]
