@@ -326,3 +326,45 @@ def test_another_tensor_beside_earlier_streams_may_be_missing(
         torch.testing.assert_close(rewired(*given), plain(*given))
     shaken(rewired, 0.1, 3)
     torch.testing.assert_close(rewired(X, 2 * X), rewired(X))
+
+
+class Keeps(nn.Module):
+    """Returns the states between its blocks, too, as a U-net's stages do: streams pass through its own text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Plain() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        states: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            x = block(x)
+            states = states + (x,)  # noqa: RUF005 (a display would hold streams, and be edited)
+        return x, states
+
+
+class KeptByStages(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.stages, self.whole = nn.ModuleList(Keeps() for _ in range(2)), whole
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        kept: tuple[Tensor, ...] = (x,)
+        for stage in self.stages:
+            if self.whole:
+                x, states = stage(x)
+                kept = (*kept, *states)
+            else:
+                for block in stage.blocks:
+                    x = block(x)
+                    kept = (*kept, x)
+        return kept
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static"])
+def test_stages_that_return_earlier_states_as_well_as_the_last(topology: str) -> None:
+    rewired = shaken(rewire.compile(KeptByStages(True), topology, example_inputs=(X,)), 0.1)
+    assert "kept=" in rewire.diff(rewired)
+    flat = rewire.compile(KeptByStages(False), topology, example_inputs=(X,))
+    flat.load_state_dict(rewired.state_dict())
+    torch.testing.assert_close(rewired(X), flat(X))
