@@ -509,24 +509,25 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     name = ".".join(prefix) or root
     while name in taken:
         name += "'"
-    units, owner = _units(chain, sites, len(above)), _owner(flow, chain, sites)
+    units, owner = _units(flow, chain, sites, above), _owner(flow, chain, sites)
     return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_turned(chain, sites))
 
 
-def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
+def _units(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]) -> tuple[int, ...]:
     """The unit of each add: each element of the container is a unit, and so is each further call of the same element.
 
     Args:
+        flow: what was found.
         chain: the residual adds.
         sites: the description of each add.
-        depth: number of parts in the container's path.
+        above: the parts of the container's path.
     """
     units: list[int] = []
     before: object = None
     seen: set[object] = set()
     for add, site in zip(chain.adds, sites, strict=True):
-        path = parts(site.name)[: depth + 1]
-        call = next((scope for scope in add.block() if len(path) > depth and parts(scope.path) == path), None)
+        path = _element(flow, add, parts(site.name), len(above))
+        call = next((scope for scope in add.block() if len(path) > len(above) and parts(scope.path) == path), None)
         again = (site.name, add.op.scope.code, add.op.place)
         if not units or (path, call) != before or again in seen:
             units.append(units[-1] + 1 if units else 1)
@@ -536,6 +537,20 @@ def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
         seen.add(again)
         before = path, call
     return tuple(units)
+
+
+def _element(flow: Flow, add: Add, path: Sequence[str], depth: int) -> list[str]:
+    """The path of the unit at ``path``, below a container or module whose own path has ``depth`` parts.
+
+    A module's parts may be containers of units, or hold one: the lists of early and late blocks, an encoder's layers.
+    """
+    if not flow.containers(".".join(path[:depth])):
+        made_in = parts(add.op.scope.path)
+        for end in range(depth + 1, len(path)):
+            held = end == depth + 1 or made_in[: end + 1] == path[: end + 1]
+            if held and flow.containers(".".join(path[:end])):
+                return [*path[: end + 1]]
+    return [*path[: depth + 1]]
 
 
 def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:

@@ -233,6 +233,70 @@ def test_blocks_are_linked_in_the_order_in_which_their_parent_calls_them() -> No
     assert list(dict.fromkeys(site.block for site in trunk.sites)) == ["blocks.2", "blocks.1", "blocks.0"]
 
 
+class Adding(nn.Module):
+    """A block of two adds, the second branch a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x.sin())
+        return x + self.mlp(x.cos())
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adding() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class InParts(nn.Module):
+    """One stream through lists of blocks, a block by itself, and a module with a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = (nn.ModuleList(Adding() for _ in range(2)) for _ in range(2))
+        self.mid, self.encoder = Adding(), Encoder(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.early:
+            x = block(x)
+        x = self.mid(x)
+        for block in self.late:
+            x = block(x)
+        return self.encoder(x)
+
+
+class AddsToParts(nn.Module):
+    """The same, with the adds in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(n)) for n in (2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for f in self.early:
+            x = x + f(x.sin())
+        for f in self.late:
+            x = x + f(x.cos())
+        return x
+
+
+@pytest.mark.parametrize("given", [(), (torch.ones(2, 3, WIDTH),)], ids=["traced", "run"])
+def test_the_elements_of_several_containers_are_units(given: tuple[Tensor, ...]) -> None:
+    (trunk,) = rewire.inspect(InParts(), example_inputs=given or None).trunks
+    assert [site.name for site in trunk.sites][:4] == ["early.0.attn", "early.0.mlp", "early.1.attn", "early.1.mlp"]
+    assert trunk.units == (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7)
+    (trunk,) = rewire.inspect(AddsToParts(), example_inputs=given or None).trunks
+    assert trunk.units == (1, 2, 3, 4, 5)
+
+
 class Joint(nn.Module):
     """Two streams; they are returned in another order than that in which they come, as in Flux."""
 
