@@ -59,7 +59,7 @@ class _Wanted:
 
 
 @outside_inference_mode
-def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "continue") -> Report:
+def inspect(model: nn.Module, example_inputs: object = None, *, loop: Loop = "continue") -> Report:
     """Find the residual streams of ``model`` without changing it.
 
     The model is traced. If the trace is inconclusive and the pattern registry knows inputs for the model, copies of it
@@ -128,10 +128,10 @@ def compile(
     granularity: Literal["auto", "block", "sublayer"] = "auto",
     start: Start = "preserve",
     loop: Loop = "continue",
-    example_inputs: Any = None,
+    example_inputs: object = None,
     trunks: Sequence[str] | None = None,
     validate: bool = True,
-    **options: Any,
+    **options: object,
 ) -> M:
     """Replace the fixed residual connections of ``model`` by learned depth connections.
 

@@ -54,7 +54,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], title: str | 
     return made
 
 
-def _html(shown: Any, **settings: Any) -> str:
+def _html(shown: object, **settings: Any) -> str:
     console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False, **settings)
     console.print(shown)
     code = '<pre style="line-height: normal; overflow-x: auto; white-space: pre">{code}</pre>'

@@ -163,7 +163,7 @@ class Writes(TorchDispatchMode):
         pairs = zip(_parameters_in([*model.modules()]), self._parameters, strict=True)
         return [parameter for parameter, copied in pairs if id(copied) in self._seen]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
             with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -345,7 +345,7 @@ class ByPlace(TorchDispatchMode):
     This gives two models the same dropout masks even if their activations have different strides.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)

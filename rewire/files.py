@@ -214,12 +214,12 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def to_json(data: Any, indent: int = 1) -> str:
+def to_json(data: object, indent: int = 1) -> str:
     """Plain data, dataclasses and tensors as JSON; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(as_plain(data), indent=indent, allow_nan=False)
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:
     """``value`` as strings, numbers, lists and dicts, with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

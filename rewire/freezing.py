@@ -93,7 +93,7 @@ class FreezeReport(Shown):
 
 
 @outside_inference_mode
-def freeze(model: M, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[M, FreezeReport]:
+def freeze(model: M, threshold: float = 1e-3, example_inputs: object = None) -> tuple[M, FreezeReport]:
     """Turn the learned connections of a rewired model into constants, and drop those below ``threshold``.
 
     States that are no longer used are freed as early as possible; `rewire.coefficients` shows the edges that are left.
@@ -228,7 +228,7 @@ def _tensors(states: States) -> list[Tensor]:
 
 
 def _change(
-    model: nn.Module, constant: nn.Module, found: list[Pattern], example_inputs: Any
+    model: nn.Module, constant: nn.Module, found: list[Pattern], example_inputs: object
 ) -> tuple[float | None, str]:
     """Relative change of the outputs, or None and the reason why it was not measured."""
     try:

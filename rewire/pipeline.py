@@ -144,7 +144,7 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
             left.kept = entered.kept = deque()
 
 
-def _hook(hooks: Iterable[Any], kind: type[H]) -> H | None:
+def _hook(hooks: Iterable[object], kind: type[H]) -> H | None:
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
@@ -239,7 +239,7 @@ class _Crossing:
 class _Leaves(_Crossing):
     """Forward hook: replaces the stream that goes on to the next stage by a tensor."""
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> Any:
         items = output if isinstance(output, (tuple, list)) else (output,)
         if not any(isinstance(item, Stream) for item in items):
             raise UnsupportedCall(
@@ -259,7 +259,7 @@ class _Enters(_Crossing):
 
     in_groups: bool | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, args: tuple[object, ...]) -> tuple[Any, ...]:
         boundary = self.boundary
         if not args or not isinstance(args[0], Tensor) or not boundary.message.fits(args[0]):
             got = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else f"{len(args)} arguments"

@@ -102,7 +102,7 @@ class _Reduced(torch.autograd.Function):
         return (None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True)))
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: object) -> bool:
     """Whether ``x`` is a DTensor; by name, as most models need no import of torch.distributed.tensor."""
     return type(x).__name__ == "DTensor"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from rewire.runtime.connection import connections
 
 def precompile(
     model: nn.Module,
-    batch: Any = None,
+    batch: object = None,
     *,
     target: str | None = None,
     jobs: int | None = None,
@@ -79,7 +78,7 @@ def precompile(
     return ahead.compiled(launches, gpu, jobs)
 
 
-def _launches(model: nn.Module, batch: Any, compiled: bool = False) -> list[Launch]:
+def _launches(model: nn.Module, batch: object, compiled: bool = False) -> list[Launch]:
     """The kernel launches of one step; its values do not matter."""
     meta = on_meta(model)
     if meta and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):

@@ -57,7 +57,7 @@ StateDict: TypeAlias = dict[str, Any]
 SPLIT_BACKWARD = {"interleavedzerobubble", "zbvzerobubble", "dualpipev"}
 
 
-def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **options: Any) -> ModelSpec:
+def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **options: object) -> ModelSpec:
     """The specification of the rewired model.
 
     The model is rewired when it is built, on the meta device. Connection weights are initialised with the other
@@ -89,7 +89,7 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
     class Rewired(base):  # type: ignore[misc, valid-type]
         rewiring: dict[str, Any]
 
-        def build(self, **kwargs: Any) -> nn.Module:
+        def build(self, **kwargs: object) -> nn.Module:
             model = compile(base.build(self, **kwargs), **self.rewiring)
             _adopt(model)
             facts = facts_of({name: connection.shared() for name, connection in connections(model).items()})
@@ -128,7 +128,7 @@ def _parallelized(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     compile_config: CompileConfig,
-    **others: Any,
+    **others: object,
 ) -> nn.Module:
     """Call the specification's ``parallelize_fn`` without connections, then shard these in their own FSDP groups.
 
@@ -224,7 +224,7 @@ def _rewired_adapter(base: Any) -> Any:
             state_dict: StateDict = super().from_hf(plain)
             return state_dict | {name.removeprefix("model."): value for name, value in added.items()}
 
-        def get_hf_storage_reader(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        def get_hf_storage_reader(self, path: str, *args: object, **kwargs: object) -> Any:
             """The reader of the folder from which the result of `to_hf` is loaded next."""
             reader = super().get_hf_storage_reader(path, *args, **kwargs)
             saved = reader.read_metadata().state_dict_metadata

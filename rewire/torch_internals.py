@@ -246,7 +246,7 @@ def same_memory(parameter: nn.Parameter) -> nn.Parameter:
     return torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: object) -> bool:
     """Whether it is one of torch's fake tensors, which have no values. By name: importing their module takes long."""
     return any(cls.__name__ == "FakeTensor" for cls in type(value).__mro__)
 
@@ -256,7 +256,7 @@ def writes_to_argument(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
-def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written_by(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
     """The tensors to which a call of an operator writes, by its schema; none of a higher-order operator's."""
     if not getattr(getattr(operator, "_schema", None), "is_mutable", False):
         return []
@@ -362,7 +362,7 @@ def compiled_frame() -> Any:
     return None if compilation is None else compilation.frame_id
 
 
-def uncompiled(function: Any) -> Any:
+def uncompiled(function: object) -> Any:
     """The function on which ``torch.compile`` was called, from its result; anything else unchanged."""
     while hasattr(function, "_torchdynamo_orig_callable"):
         function = function._torchdynamo_orig_callable
@@ -384,7 +384,7 @@ def declare_parameters(graph: torch.fx.GraphModule) -> None:
         sources.update({name: ConstantSource(name) for name in names if name not in sources})
 
 
-def propagate(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+def propagate(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> None:
     """Annotate the nodes of a graph with their shapes, without computing anything."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -398,7 +398,7 @@ def is_parameter_input(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
-def is_assertion(target: Any) -> bool:
+def is_assertion(target: object) -> bool:
     """Whether a node's target only asserts a dtype or device, as the nodes that torch.export adds to casts do."""
     packet = getattr(torch.ops.aten, "_assert_tensor_metadata", None)
     return packet is not None and target is packet.default
@@ -446,7 +446,7 @@ def _called_while_traced(context: Any) -> None:
     function.as_python_constant()([proxy.node.meta["example_value"] for proxy in values.as_proxy()])
 
 
-def only_inlined(*functions: Any) -> None:
+def only_inlined(*functions: object) -> None:
     """Let Dynamo trace functions, or all of a class, only where functions that it compiles call them.
 
     Behind a graph break that it cannot resume from, it would compile each call by itself.
@@ -462,7 +462,7 @@ def only_inlined(*functions: Any) -> None:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 
-def _codes(function: Any) -> list[CodeType]:
+def _codes(function: object) -> list[CodeType]:
     if isinstance(function, type):
         return [code for each in vars(function).values() for code in _codes(each)]
     function = getattr(function, "fget", getattr(function, "__func__", function))  # of properties and class methods

@@ -29,7 +29,7 @@ STARTS = (
 class CapturedGraph(nn.Module):
     """A flat graph as a module that takes tensors as separate arguments, and owns parameters among Dynamo's inputs."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[object]) -> None:
         super().__init__()
         self.graph = graph
         self.names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -37,7 +37,7 @@ class CapturedGraph(nn.Module):
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> Any:
         others = iter(inputs)
         own = dict(self.named_parameters(recurse=False, remove_duplicate=False))
         return self.graph(*(own[n] if n in own else next(others) for n in self.names))
@@ -52,7 +52,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph, own)
 
 
-def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], start: Start) -> None:
+def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[object], start: Start) -> None:
     """Compare the rewrite with plain connections in it to the original; with a preserving start, also as it is.
 
     Args:
@@ -85,5 +85,5 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
         ) from error
 
 
-def _has_no_values(value: Any) -> bool:
+def _has_no_values(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_meta or is_fake(value))

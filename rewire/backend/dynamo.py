@@ -112,7 +112,7 @@ class Backend:
         inner: str = "inductor",
         inner_options: Mapping[str, Any] | None = None,
         validate: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         check_choices(granularity, start)
         if inner_options and inner != "inductor":
@@ -145,7 +145,7 @@ class Backend:
         backend: Backend = options[_KEPT]
         return backend
 
-    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         """Compile one graph; ``torch.compile`` calls this.
 
         Raises:
@@ -161,7 +161,7 @@ class Backend:
         kept.add(run)
         return run
 
-    def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
+    def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: object) -> fx.GraphModule:
         """Rewrite an exported program or a graph module into a new module, which can be run, trained or compiled.
 
         It has the connection weights of this backend, and shares its other parameters with ``program``.
@@ -207,7 +207,7 @@ class Backend:
         """
         return self._made().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the result of `state_dict`.
 
         Raises:
@@ -224,7 +224,7 @@ class Backend:
         """What was rewired and fused in the graphs so far, and what was not."""
         return self._report
 
-    def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+    def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[object]) -> list[str]:
         """Rewrite a graph in place, compare it with the original on ``inputs``, and return the names of its trunks."""
         captured = copied(graph)
         found = _found(graph)
@@ -330,7 +330,7 @@ class Backend:
         return kept
 
     def _for_one_model(
-        self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[Any]
+        self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[object]
     ) -> Callable[..., Any]:
         """Restrict ``compiled`` to the model to which the weights of these trunks belong.
 
@@ -342,7 +342,7 @@ class Backend:
         self._check_owner(trunks, inputs)
         known = weakref.ref(inputs[first])
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> Any:
             nonlocal known
             if args[first] is not known():
                 self._check_owner(trunks, args)
@@ -351,7 +351,7 @@ class Backend:
 
         return run
 
-    def _check_owner(self, trunks: Sequence[str], inputs: Sequence[Any]) -> None:
+    def _check_owner(self, trunks: Sequence[str], inputs: Sequence[object]) -> None:
         """Raise an error for a graph without any parameter of the earlier graphs with these trunks."""
         parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
         for trunk in trunks:
@@ -381,7 +381,7 @@ class Backend:
 
 def by_name(
     graph: fx.GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[object],
     *,
     options: dict[str, Any] | None = None,
     mode: str | None = None,

@@ -166,7 +166,7 @@ def _numbers(candidate: Candidate) -> list[float]:
     return list(dict.fromkeys(x for x in given if isinstance(x, float) and x > 0))
 
 
-def _on_rows(argument: Any) -> Any:
+def _on_rows(argument: object) -> Any:
     """An operation's argument, changed so that it runs in float32 on a CPU."""
     if isinstance(argument, torch.device):
         return torch.device("cpu")

@@ -176,7 +176,7 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
     return result
 
 
-def save(path: Path, results: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+def save(path: Path, results: Iterable[Mapping[str, object]], device: torch.device) -> None:
     """Write results as JSON, with a description of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = to_json({"machine": machine(device), "results": list(results)}) + "\n"

@@ -210,7 +210,7 @@ def task_of(spec: str) -> rewire.Task:
     return made
 
 
-def rewired(spec: str, topology: str, **settings: Any) -> tuple[nn.Module, Any]:
+def rewired(spec: str, topology: str, **settings: object) -> tuple[nn.Module, Any]:
     """The model that MODEL names, rewired unless it is already, and the inputs that came with it."""
     model, inputs = load_with_inputs(spec)
     if not rewire.connections(model):
@@ -300,7 +300,7 @@ def on_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
     whole = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict)
     args, kwargs = inputs if whole else ((), inputs) if isinstance(inputs, dict) else (inputs, {})
 
-    def moved(value: Any) -> Any:
+    def moved(value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)

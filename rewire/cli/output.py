@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 from rich import box
 from rich.console import Console
@@ -30,12 +28,12 @@ def print_code(text: str, language: str) -> None:
         typer.echo(text, nl=False)  # unformatted, for programs
 
 
-def show(shown: object, data: Any, as_json: bool) -> None:
+def show(shown: object, data: object, as_json: bool) -> None:
     """Print a result in its own format, or ``data`` as JSON."""
     print_json(data) if as_json else console().print(shown)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print plain data, dataclasses and tensors as JSON, without colours or wrapped lines."""
     typer.echo(to_json(data, indent=2))
 

@@ -61,7 +61,7 @@ def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
     return _CLOSURES[key]
 
 
-def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
+def function_of(value: object) -> tuple[FunctionType | None, tuple[Any, ...]]:
     """The Python function that runs when ``value`` is called, and the arguments bound in front, such as ``self``."""
     if isinstance(value, FunctionType):
         return value, ()
@@ -76,7 +76,7 @@ def define(module: nn.Module, function: FunctionType) -> None:
     vars(module)["forward"] = MethodType(function, module)
 
 
-def undecorated(function: Any) -> Decorated:
+def undecorated(function: object) -> Decorated:
     """Split ``function`` into the innermost function and its decorators."""
     wrappers: list[Any] = []
     while True:
@@ -87,7 +87,7 @@ def undecorated(function: Any) -> Decorated:
         function = inner
 
 
-def _closed_over(function: Any) -> Any:
+def _closed_over(function: object) -> Any:
     """The forward that a decorator without ``__wrapped__`` holds in its closure."""
     for cell in getattr(function, "__closure__", None) or ():
         value = contents(cell)

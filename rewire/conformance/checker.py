@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ def check(
     *,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     device: str = "cpu",
-    **options: Any,
+    **options: object,
 ) -> Report:
     """Compare an implementation with the reference of a scheme.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ Weights = Mapping[str, Tensor]
 Packing = Callable[[Weights, Dims, Options], dict[str, Tensor]]
 
 
-def ours(scheme: str, **options: Any) -> Implementation:
+def ours(scheme: str, **options: object) -> Implementation:
     """The topology of this name with the reference's options, as an implementation."""
     known, topology = reference(scheme), topology_of(scheme, options)
     chosen = known.with_options(options)

@@ -81,7 +81,7 @@ class Reference:
             raise UnknownName(f"the scheme '{self.name}' has no option '{unknown[0]}': it has {known}.")
         return {**self.fixed, **self.options, **given}
 
-    def parameters(self, depth: int, width: int, attention: Collection[int], **options: Any) -> dict[str, Tensor]:
+    def parameters(self, depth: int, width: int, attention: Collection[int], **options: object) -> dict[str, Tensor]:
         """Start values of the weights, by name; NaN for random ones."""
         make = _functions(self.text, str(self.path))["parameters"]
         taken = inspect.signature(make).parameters
@@ -98,9 +98,9 @@ class Reference:
         self,
         x: Tensor,
         weights: Mapping[str, Tensor],
-        branches: Sequence[Any],
+        branches: Sequence[object],
         kept: Callable[[Tensor], Tensor],
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         """The output [N, D] for ``x`` [N, D]; see `rewire.conformance.references`."""
         return _functions(self.text, str(self.path))["forward"](x, weights, branches, kept, **options)

@@ -203,7 +203,7 @@ class Bench:
         self,
         model: nn.Module,
         learned: Mapping[str, Connection],
-        batches: Sequence[Any],
+        batches: Sequence[object],
         loss: Loss,
         at_once: int,
         seed: int,
@@ -307,7 +307,7 @@ class Bench:
             found += (losses[1:] - losses[0]).tolist()
         return found
 
-    def _of_each(self, name: str, sets: Tensor, batch: Any) -> Tensor:
+    def _of_each(self, name: str, sets: Tensor, batch: object) -> Tensor:
         """The loss with each of these sets in place of the buffer of that name."""
 
         def loss(values: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class _With:
     def __init__(self, model: nn.Module, buffers: dict[str, Tensor]) -> None:
         self._model, self._buffers = model, buffers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return torch.func.functional_call(self._model, self._buffers, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -348,10 +348,10 @@ class _Skips:
 
     off: set[int]
 
-    def merge(self, states: Any, weights: Any, t: int, *branches: Tensor) -> Any:
+    def merge(self, states: object, weights: object, t: int, *branches: Tensor) -> Any:
         return super().merge(states, weights, t, *self._left(t, branches))  # type: ignore[misc]
 
-    def write(self, states: Any, weights: Any, t: int, *branches: Tensor) -> Any:
+    def write(self, states: object, weights: object, t: int, *branches: Tensor) -> Any:
         return super().write(states, weights, t, *self._left(t, branches))  # type: ignore[misc]
 
     def _left(self, t: int, branches: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from rewire.runtime.connection import learned_connections
 
 def ablate(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     loss: Loss = loss_of_model,
     of: Sequence[What] | None = None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from rewire.diagnostics.outline import outline_of
@@ -14,7 +12,7 @@ from rewire.topologies.program import Line, Program, Term, Weight, mapped, matri
 _MEAN, _SPREAD = "mean", "spread"
 
 
-def averages(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def averages(model: nn.Module, batch: object) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Effective weights by trunk, [destination, source]: their mean over the tokens of a batch; and, where states are
     mixed directly, their standard deviation over tokens and ways. Constant weights are their own mean.
 

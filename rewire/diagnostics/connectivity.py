@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}
 
 
-def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None) -> DepthGraph:
+def graph(model: nn.Module, batch: object = None, ablation: Ablation | None = None) -> DepthGraph:
     """The depth graph of a rewired model: a `networkx.DiGraph` of the states and units of all trunks.
 
     It shows what is unused, what a unit really depends on, how deep the network effectively is and where it may be cut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ Path = str | os.PathLike[str]
 Kind = Literal["heatmap", "arcs", "bars"]
 
 
-def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap", batch: Any = None) -> None:
+def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap", batch: object = None) -> None:
     """Write a picture of learned connection weights, one part for each trunk.
 
     Args:

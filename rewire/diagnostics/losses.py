@@ -14,7 +14,7 @@ from rewire.errors import RewireError
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
-def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
+def loss_of_model(model: nn.Module, batch: object) -> Tensor:
     """The loss that the model itself returns: ``model(**batch).loss``."""
     if not isinstance(batch, Mapping):
         raise RewireError(
@@ -33,7 +33,7 @@ def scalar(loss: Loss) -> Loss:
     """``loss``, checked to return a tensor of one number."""
 
     @functools.wraps(loss)
-    def checked(model: Any, batch: Any) -> Tensor:
+    def checked(model: object, batch: object) -> Tensor:
         found = loss(model, batch)
         if not isinstance(found, Tensor) or found.numel() != 1:
             what = f"a tensor of shape {[*found.shape]}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

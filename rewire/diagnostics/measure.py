@@ -132,7 +132,7 @@ def diagnose(
     return Diagnosis(trunks, float(value.detach()), unreached)
 
 
-def _loss(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> Tensor:
+def _loss(output: object, loss: Callable[[Any], Tensor] | None, seed: int) -> Tensor:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         value = loss(output)

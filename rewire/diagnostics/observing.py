@@ -117,7 +117,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
     return copied, records
 
 
-def inputs_of(model: nn.Module, batch: Any) -> Inputs:
+def inputs_of(model: nn.Module, batch: object) -> Inputs:
     try:
         return inputs_for(model, patterns_for(model), batch)
     except BadExampleInputs as error:

@@ -87,7 +87,7 @@ def preserved(topology: Topology, dims: Dims) -> Outline | None:
         return None
 
 
-def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
+def _static(topology: Any, weights: object, dims: Dims) -> dict[int, list[float]]:
     """For each read, the static part of its sources' weights: the entries of the matrix where these are."""
     table, found = topology.matrix(weights, dims).tolist(), {1: [1.0]}  # its last row is the output, read T + 1
     for t in topology.mixing(dims):

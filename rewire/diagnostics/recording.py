@@ -64,7 +64,9 @@ class Seen:
         return max(0.0, self.squares / self.count - self.mean**2) ** 0.5
 
 
-def recorded(model: nn.Module, outlines: Mapping[str, Outline], batch: Any) -> dict[str, dict[tuple[str, str], Seen]]:
+def recorded(
+    model: nn.Module, outlines: Mapping[str, Outline], batch: object
+) -> dict[str, dict[tuple[str, str], Seen]]:
     """The input-dependent weights on a batch, by trunk, and by destination and source.
 
     Raises:
@@ -158,7 +160,7 @@ class _Mixes(Topology):
     change: Change
     only: Collection[str]
 
-    def mix(self, history: Any, weights: Any, t: int) -> Any:
+    def mix(self, history: Any, weights: object, t: int) -> Any:
         if f"r{t}" not in self.only:
             return super().mix(history, weights, t)  # type: ignore[misc]
         read, factors = self._factors(copy.copy(history), weights, t)
@@ -179,7 +181,7 @@ class _Mixes(Topology):
         apart = [(b - a, x) for a, b, x in zip(old, new or (), sources, strict=new is not None) if b is not a]
         return (precise(own) + added_up(*zip(*apart, strict=True))).to(own.dtype) if apart else own
 
-    def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
+    def _factors(self, history: Any, weights: object, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
         """A read, and for each of its ways, by identity, the factors of the sources, [..., D].
 
         They are gradients with weights held constant: if the sum of the products is not the read, the weights were not.
@@ -222,7 +224,7 @@ def added_up(weights: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
 class _Constant(TorchFunctionMode):
     """Treats sums over channels as weights, and so as constants."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.detach() if func in _OVER_CHANNELS and isinstance(result, Tensor) else result
 
@@ -240,7 +242,7 @@ class _Streams(Topology):
     change: Change
     only: Collection[str]
 
-    def opened(self, streams: Tensor, unit: Any, weights: Any, known: Any = None) -> Any:
+    def opened(self, streams: Tensor, unit: object, weights: Any, known: object = None) -> Any:
         gates, streams, _ = super().opened(streams, unit, weights, known)  # type: ignore[misc]
         t = next(number for number, each in weights.units.items() if each is unit)
         read, write = gates.read, gates.write

@@ -134,7 +134,7 @@ class Sparsity(Shown):
 
 def sparsify(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     keep: int,
     loss: Loss = loss_of_model,
@@ -283,7 +283,7 @@ def _by_unit(candidates: Iterable[Candidate]) -> dict[int | str, list[int]]:
     return found
 
 
-def _held(name: str, options: Mapping[str, Any], candidates: Sequence[Candidate], dims: Dims) -> int:
+def _held(name: str, options: Mapping[str, object], candidates: Sequence[Candidate], dims: Dims) -> int:
     """The number of hidden states that a trunk with these connections holds at once."""
     if not candidates:
         return 1

@@ -31,7 +31,7 @@ class Ejected(Connection):
     def get_extra_state(self) -> Tensor:
         return self._beside_weights(EJECTED)
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         if isinstance(state, Tensor):  # else torch's placeholder for a key that a partial state dict does not have
             _check_weights(state)
 

@@ -201,7 +201,7 @@ def _weights(model: nn.Module, digest: str) -> dict[str, Tensor]:
     return {name: mark.clone() if is_recipe(name) else value for name, value in model.state_dict().items()}
 
 
-def _auto_classes(config: Any, cls: type) -> dict[str, type]:
+def _auto_classes(config: object, cls: type) -> dict[str, type]:
     """Auto class of transformers -> the class that it makes for a config; those that make ``cls`` come first.
 
     All of them have to be registered for the ejected file: others would make the plain model.

@@ -192,7 +192,7 @@ class Module:
         self._taken.add(made)
         return made
 
-    def _import(self, module: str, name: str, value: Any) -> str:
+    def _import(self, module: str, name: str, value: object) -> str:
         """Import ``name`` from ``module``, and return its name in this file."""
         binding = _binding(module, name, value)
         known = next((own for own, imported in self._imports.items() if imported == binding), None)
@@ -320,14 +320,14 @@ def _dict(written: dict[str, str]) -> str:
     return "{\n" + "".join(f"    {key!r}: {value},\n" for key, value in written.items()) + "}"
 
 
-def _is_literal(value: Any) -> bool:
+def _is_literal(value: object) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (SyntaxError, ValueError):
         return False
 
 
-def _binding(module: str, name: str, value: Any) -> Binding:
+def _binding(module: str, name: str, value: object) -> Binding:
     """The binding by which another file can import the object ``name`` of ``module``."""
     if isinstance(value, ModuleType):
         found = Binding(value.__name__, "")
@@ -350,7 +350,7 @@ def _owner(function: FunctionType) -> type:
     return found
 
 
-def _check_importable(value: Any, module: str, qualname: str) -> None:
+def _check_importable(value: object, module: str, qualname: str) -> None:
     if module == "__main__" or "<locals>" in qualname or _looked_up(module, qualname) is not value:
         raise _not_importable(qualname, module)
 

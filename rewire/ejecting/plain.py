@@ -28,7 +28,7 @@ class Watched(nn.Module):
     """Base of connections, which are not watched here."""
 
 
-def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
+def compare(connection: Watched, x: Tensor, mesh: object) -> None:
     """Compare nothing: all ranks have the same files."""
 
 
@@ -62,7 +62,7 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 
 def read_off_gates(
-    gating: Any,
+    gating: object,
     formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
     streams: Tensor,
     weight: Tensor,

@@ -53,7 +53,7 @@ def initialize(
     *,
     generator: Generator | None = None,
     roles: Roles | None = None,
-    **options: Any,
+    **options: object,
 ) -> InitReport:
     """Give the parameters of ``model`` new values, in place, each by its role in the network.
 

@@ -257,7 +257,7 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
             yield f"{path}.weight", [(role, StorageLayout())]
 
 
-def _called(getter: Any) -> Any:
+def _called(getter: object) -> Any:
     """The result of a model's getter; None if it has none, or does not support it."""
     try:
         return getter() if callable(getter) else None

@@ -46,7 +46,7 @@ def gpu_named(target: str | None) -> Any:
     return GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
 
 
-def compiled(launches: Iterable[Launch], gpu: Any, jobs: int | None) -> int:
+def compiled(launches: Iterable[Launch], gpu: object, jobs: int | None) -> int:
     """Compile the kernels of these launches that are not in Triton's cache yet.
 
     This uses the function that launches them, so that the cache keys are the same. Threads are enough: Triton holds the
@@ -94,7 +94,7 @@ def _parsed_one_by_one() -> Iterator[None]:
 
     parse, lock = JITCallable.parse, threading.Lock()
 
-    def parsed(kernel: Any) -> Any:
+    def parsed(kernel: object) -> Any:
         with lock:
             return parse(kernel)
 
@@ -106,7 +106,7 @@ def _parsed_one_by_one() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_place_of_a_device(gpu: Any) -> Iterator[None]:
+def _in_place_of_a_device(gpu: object) -> Iterator[None]:
     """A context in which Triton takes this GPU, unless it is None, for the current device."""
     from triton.runtime import driver
 

@@ -142,7 +142,7 @@ class Kernel:
         code: Code,
         device: torch.device,
         tensors: Mapping[str, At | tuple[At, ...]],
-        numbers: Mapping[str, Any],
+        numbers: Mapping[str, object],
     ) -> None:
         """
         Args:
@@ -218,8 +218,8 @@ def by_hand(
     jit: Any,
     programs: tuple[int, ...],
     device: torch.device,
-    numbers: Mapping[str, Any],
-    constants: Mapping[str, Any],
+    numbers: Mapping[str, object],
+    constants: Mapping[str, object],
     **several: int,
 ) -> Kernel:
     """A handwritten kernel, which takes a list of its tensors in the order of its parameters.
@@ -288,7 +288,7 @@ def launcher(compiled: Any, programs: tuple[int, int, int]) -> Callable[..., Non
     runtime, function, metadata = knobs.runtime, compiled.function, compiled.packed_metadata
     current_device, current_stream = driver.active.get_current_device, driver.active.get_current_stream
 
-    def start(*arguments: Any) -> None:
+    def start(*arguments: object) -> None:
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             through_hooks(*arguments)

@@ -148,7 +148,7 @@ def _remembers() -> bool:
     return is_sparing() or isinstance(getattr(_packing(), "__self__", None), _Region)
 
 
-def remember(x: Tensor, recompute: Recompute, ctx: Any = None) -> None:
+def remember(x: Tensor, recompute: Recompute, ctx: object = None) -> None:
     """While `sparing`, let ``recompute`` make ``x`` again; ``x`` has to be new and the only tensor with its memory.
 
     The autograd node that made ``x``, or ``ctx`` in the forward of an autograd function, owns ``recompute``. The
@@ -177,7 +177,7 @@ def remember_sums(
     sources: Sequence[Tensor],
     factors: Sequence[Tensor | None],
     add_up: Callable[..., Sequence[Tensor]],
-    ctx: Any = None,
+    ctx: object = None,
 ) -> None:
     """Let backward recompute all ``sums`` by ``add_up(sources, *factors)``, unless there are many sources.
 
@@ -236,7 +236,7 @@ def remember_written(
     written: Tensor,
     write: Callable[[Tensor, Sequence[Tensor]], Tensor],
     branches: Sequence[Tensor],
-    ctx: Any = None,
+    ctx: object = None,
 ) -> None:
     """Let backward recompute ``written`` by ``write(streams, branches)``, in `UnitsLeft`, unless it is kept."""
     if _keeps_streams() or not is_sparing():
@@ -282,7 +282,7 @@ def merged_again(merge: Callable[..., Tensor], x: Tensor, branches: Sequence[Ten
         return result
 
 
-def _is_norm(module: Any) -> bool:
+def _is_norm(module: object) -> bool:
     """Whether this is an unchanged norm: deterministic and without side effects."""
     if not isinstance(module, nn.Module):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.transpose(0, 1).unflatten(0, x.shape[:-1])
 
 
-def _plain_weight(projection: Any) -> Tensor | None:
+def _plain_weight(projection: object) -> Tensor | None:
     """Weight [out, in] of a plain linear map; None for anything else."""
     if not isinstance(projection, nn.Module) or has_hooks(projection) or has_global_hooks():
         return None

@@ -102,7 +102,7 @@ class _Gates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gating: Gating, formula: Any, products: Tensor, static: Tensor, scale: Tensor
+        ctx: Any, gating: Gating, formula: object, products: Tensor, static: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.gating, ctx.formula = gating, formula
         ctx.set_materialize_grads(False)

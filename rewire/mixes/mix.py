@@ -254,7 +254,7 @@ def _by_autograd(
 
 
 def _product(
-    sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], added: Sequence[Tensor]
+    sources: Sequence[Tensor], weights: object, scores: Sequence[Tensor], added: Sequence[Tensor]
 ) -> Tensor | None:
     """The sum as one matrix product and plain adds, if it has few elements and this is as exact."""
     x = sources[0]

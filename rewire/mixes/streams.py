@@ -99,7 +99,7 @@ def _read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return result, streams
 
 
-def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: Any = None) -> None:
+def remember_read(result: Tensor, streams: Tensor, weights: Tensor, ctx: object = None) -> None:
     """Let backward recompute a read of streams with ``weights``."""
     if is_sparing():
         kept, weights = Saved(streams.detach()), weights.detach()
@@ -217,7 +217,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
 
 
 def remember_combined(
-    result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: Any = None
+    result: Tensor, streams: Tensor, weights: Tensor, branches: Sequence[Tensor], ctx: object = None
 ) -> None:
     """Let backward recompute new streams."""
     weights = weights.detach()

@@ -66,7 +66,7 @@ def _known_by(value: Any, ids: set[int]) -> str:
     return "their id()" if any(type(item) is int and item in ids for item in items) else ""
 
 
-def _module_behind(proxy: Any) -> Any:
+def _module_behind(proxy: object) -> Any:
     """The module behind a weak proxy; None if it is no proxy, or the module is gone."""
     try:
         return getattr(getattr(proxy, "modules", None), "__self__", None)

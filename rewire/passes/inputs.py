@@ -13,7 +13,7 @@ from rewire.logs import find as log
 from rewire.patterns import Pattern, first_given
 
 
-def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:
+def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: object) -> Inputs:
     """The caller's example inputs, or those that the registry of architectures makes.
 
     Raises:
@@ -33,7 +33,7 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
     return inputs
 
 
-def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs | None:
+def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: object) -> Inputs | None:
     """The caller's example inputs, or those of the registry; None, with a line in the log, if it has none."""
     try:
         return inputs_for(model, found, example_inputs)
@@ -44,7 +44,7 @@ def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) ->
         return None
 
 
-def normalise_inputs(example_inputs: Any) -> Inputs:
+def normalise_inputs(example_inputs: object) -> Inputs:
     """Example inputs as (args, kwargs): from a tuple of args, a dict of kwargs, a pair of both, or one tensor.
 
     Raises:
@@ -68,7 +68,7 @@ def normalise_inputs(example_inputs: Any) -> Inputs:
     )
 
 
-def _named(kwargs: Mapping[Any, Any]) -> dict[str, Any]:
+def _named(kwargs: Mapping[Any, object]) -> dict[str, Any]:
     wrong = next((key for key in kwargs if not isinstance(key, str)), None)
     if wrong is not None:
         raise BadExampleInputs(f"example_inputs have {wrong!r} for the name of an argument: names are strings.")

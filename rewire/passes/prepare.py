@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -40,7 +39,7 @@ class Prepared:
         return {cls: function for pattern in reversed(self.patterns) for cls, function in pattern.forwards.items()}
 
 
-def prepare(model: nn.Module, example_inputs: Any = None) -> Prepared:
+def prepare(model: nn.Module, example_inputs: object = None) -> Prepared:
     """Prepare a model, which is not changed.
 
     Args:

@@ -11,12 +11,12 @@ from rewire.patterns.pattern import thirds
 from rewire.patterns.transformers import register_transformers
 
 
-def _gpt_neox(_projection: Any, attention: Any) -> Fused:
+def _gpt_neox(_projection: object, attention: Any) -> Fused:
     """For each head its queries, keys and values."""
     return Fused(attention.config.num_attention_heads, (attention.head_size,) * 3)
 
 
-def _falcon(_projection: Any, attention: Any) -> Fused:
+def _falcon(_projection: object, attention: Any) -> Fused:
     """For each head its queries, with one key-value head for all of them, or one for each group."""
     heads, size = attention.num_heads, attention.head_dim
     if attention.new_decoder_architecture:
@@ -25,7 +25,7 @@ def _falcon(_projection: Any, attention: Any) -> Fused:
     return Fused(1, (heads * size, size, size)) if attention.multi_query else Fused(heads, (size, size, size))
 
 
-def _bigcode(_projection: Any, attention: Any) -> Fused:
+def _bigcode(_projection: object, attention: Any) -> Fused:
     """For each head its queries, keys and values; or all queries, and one key-value head."""
     if attention.multi_query:
         return Fused(1, (attention.embed_dim, attention.kv_dim, attention.kv_dim))

@@ -73,7 +73,7 @@ class Pattern:
         return site.kind
 
 
-def thirds(projection: Any, _holder: Any = None) -> Fused:
+def thirds(projection: Any, _holder: object = None) -> Fused:
     """Layout of a fused projection with all queries, then all keys, then all values, each of the same size."""
     size = out_features(projection)
     assert size is not None, f"{projection} does not say how many outputs it has"

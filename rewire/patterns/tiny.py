@@ -111,7 +111,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 _HEADS = ("SpeechSeq2Seq", "Seq2SeqLM", "CTC", "MaskedLM", "CausalLM", "ImageClassification")
 
 
-def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Config:
+def tiny_config(model_type: str, narrow: bool = True, **settings: object) -> Config:
     """A small transformers config of that type: few narrow layers, a small vocabulary, nothing random.
 
     Args:
@@ -183,7 +183,7 @@ def tiny_twin(model: nn.Module) -> nn.Module:
         return type(model)(cls(**{**_settings(cls), **flags}))
 
 
-def timm_model(name: str, **options: Any) -> nn.Module:
+def timm_model(name: str, **options: object) -> nn.Module:
     """timm's model of that name with random weights; ``options`` go to `timm.create_model`.
 
     Raises:
@@ -227,7 +227,7 @@ def _parts(cls: type[Config]) -> dict[str, Any]:
     return parts
 
 
-def _setting(name: str, default: Any, narrow: bool) -> Any:
+def _setting(name: str, default: object, narrow: bool) -> Any:
     """The small value of the setting ``name``; None if its default stays."""
     if narrow and name in _STAGES and (default is None or isinstance(default, (tuple, list))):
         return list(_STAGES[name])

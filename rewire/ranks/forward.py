@@ -18,7 +18,7 @@ from rewire.torch_internals import is_fake, running_ddp, under_functorch, withou
 _MEETINGS: WeakKeyDictionary[nn.Module, dict[Any, Meeting | None]] = WeakKeyDictionary()
 
 
-def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
+def compare(connection: Watched, x: Tensor, mesh: object) -> None:
     """In a training forward, compare with the other ranks that run it, as far as these are known; once for each group.
 
     Args:
@@ -59,7 +59,7 @@ def _sharding(connection: nn.Module) -> Any:
     return next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
 
 
-def _meet(connection: Watched, group: Any, replicated: bool) -> None:
+def _meet(connection: Watched, group: object, replicated: bool) -> None:
     """Compare with a mesh or process group; ``replicated``: the values of the weights, too."""
     meetings = _MEETINGS.setdefault(connection, {})
     if group in meetings:

@@ -168,10 +168,10 @@ def _unequal(one: Facts, two: Facts) -> list[str]:
     return [key for key in dict.fromkeys([*two, *one]) if one.get(key) != two.get(key)]
 
 
-def _told(key: str, here: Any, there: Any, trunk: str, rank: int) -> str:
+def _told(key: str, here: object, there: object, trunk: str, rank: int) -> str:
     return f"{key} {_short(here)} where rank {rank} has {_short(there)} (trunk '{trunk}')"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}.."

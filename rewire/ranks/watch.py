@@ -80,7 +80,7 @@ def _hook() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling() or alone():
         return
     if optimizer not in _WATCHES:

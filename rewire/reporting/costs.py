@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ def states_held(connection: Connection) -> int:
         return most_held(layout.topology, weights_of(connection), layout.dims)
 
 
-def measured(model: nn.Module, example_inputs: Any) -> Measured:
+def measured(model: nn.Module, example_inputs: object) -> Measured:
     """Time steps of copies: the model, its gradients and the random state stay as they are."""
     inputs = normalise_inputs(example_inputs)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

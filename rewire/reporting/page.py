@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ _LARGEST = 128  # states of a trunk whose weights are drawn as a matrix
 
 
 def report(
-    model: nn.Module, path: str | os.PathLike[str], example_inputs: Any = None, ablation: Ablation | None = None
+    model: nn.Module, path: str | os.PathLike[str], example_inputs: object = None, ablation: Ablation | None = None
 ) -> None:
     """Write an HTML page about a model: its residual streams, what rewiring changed and learned, and what it costs.
 
@@ -64,7 +64,7 @@ def report(
         file.write_text(text, encoding="utf-8")
 
 
-def page(model: nn.Module, example_inputs: Any = None, ablation: Ablation | None = None) -> str:
+def page(model: nn.Module, example_inputs: object = None, ablation: Ablation | None = None) -> str:
     """The text of the page."""
     check_ablation(ablation)
     found, own = inspect(model), connections(model)
@@ -129,7 +129,7 @@ def _table(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>{text}</table></div>'
 
 
-def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -> Iterator[str]:
+def _weights(model: nn.Module, example_inputs: object, ablation: Ablation | None) -> Iterator[str]:
     yield (
         "<p>How much of each state (0 is the input of the stream) goes into each later one, as a matrix; of weights "
         "per token the mean over the inputs, or what does not depend on these if there are none. Shades follow "

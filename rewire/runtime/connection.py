@@ -178,7 +178,7 @@ class Connection(Watched):
         if not torch.compiler.is_compiling():
             compare(self, x, x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh)
 
-    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+    def register_state_dict_pre_hook(self, hook: object) -> Any:
         """As for every module, but FSDP2's call, before it first gathers weights, is the last chance to compare ranks.
 
         The gathered weights are copied when the stream begins (`learned`), and need not be gathered again for backward.
@@ -343,7 +343,7 @@ class Connection(Watched):
 
         return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Check that the weights being loaded belong to this topology.
 
         Raises:
@@ -362,7 +362,7 @@ class Connection(Watched):
             )
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+        self, state_dict: dict[str, Any], prefix: str, metadata: object, strict: bool, missing: list[str], *args: object
     ) -> None:
         """Load weights, converted from the scales of the file to those used here.
 
@@ -447,12 +447,12 @@ class SeparateNorms(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: object,
         prefix: str,
-        metadata: Any,
+        metadata: object,
         strict: bool,
         missing: list[str],
-        more: Any,
+        more: object,
         errors: list[str],
     ) -> None:
         if not state_dict and not missing:  # as in `Connection`

@@ -61,7 +61,7 @@ class Depth:
 
     def open(
         self,
-        value: Any,
+        value: object,
         norm: nn.Module | None = None,
         trunk: int = 0,
         post: bool = False,
@@ -97,7 +97,7 @@ class Depth:
             first = next(new, None) if item is None else at(value, item)
             self.held += [value]
 
-            def opened(part: Any) -> Any:
+            def opened(part: object) -> Any:
                 if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
                     return part  # a stream that the function only passes on, or an earlier state
                 return self.open(part, norm, trunk, post, begin and part is first)
@@ -223,10 +223,10 @@ class Depth:
 
         alone = [self.entries[number].trunk for number in read]
 
-        def stream_of(value: Any) -> Any:
+        def stream_of(value: object) -> Any:
             return self._stream_of(value, alone)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             ended = self._ended(args, kwargs)
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
             self._taken_up([given for given in (*args, *kwargs.values()) if is_container(given)], norm, post, kept)
@@ -251,13 +251,13 @@ class Depth:
 
         return call
 
-    def _goes_on(self, value: Any, trunk: int) -> None:
+    def _goes_on(self, value: object, trunk: int) -> None:
         """Remember what operations after the last add made of a trunk's output: a loop's next pass may get it."""
         ended = [*(live for _, live in self.outputs), *(live for live in self.live if live.stream.complete)]
         for live in [live for live in ended if live.trunk == self.entries[trunk].trunk][-1:]:
             self.outputs += [(x, live) for x in tensors_and_streams(value) if live.stream.layout.loops]
 
-    def _ended(self, *given: Any) -> list[str]:
+    def _ended(self, *given: object) -> list[str]:
         """The trunks with loops whose outputs are passed to a function."""
         outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
         outputs = [(x, live) for x, live in outputs if live.stream.layout.loops]
@@ -274,7 +274,7 @@ class Depth:
                 f"of it, or was not there, or did not run, when the model was rewired.{self.advice}"
             )
 
-    def _stream_of(self, value: Any, alone: Sequence[str] = ()) -> Any:
+    def _stream_of(self, value: object, alone: Sequence[str] = ()) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
         if live is None or live.stream.complete or live.trunk in alone:
             return value
@@ -285,7 +285,7 @@ class Depth:
 
     def _taken_up(
         self,
-        result: Any,
+        result: object,
         norm: nn.Module | None = None,
         post: bool = False,
         kept: Sequence[tuple[int, Item]] = (),
@@ -294,7 +294,7 @@ class Depth:
         earlier = [(self.entries[trunk].trunk, at(result, item)) for trunk, item in kept]
         values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
 
-        def value_of(item: Any) -> Any:
+        def value_of(item: object) -> Any:
             if not isinstance(item, Stream):
                 return item
             if any(item is state and item.layout.trunk == trunk for trunk, state in earlier):
@@ -328,7 +328,7 @@ class Depth:
 
         return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 
-    def leave(self, result: Any, *changed: dict[Any, Any]) -> Any:
+    def leave(self, result: object, *changed: dict[Any, Any]) -> Any:
         """The function's result with streams in place of their values, also in dicts that it has ``changed``.
 
         Raises:
@@ -339,7 +339,7 @@ class Depth:
             return result
         left: list[Live] = []
 
-        def stream_of(item: Any) -> Any:
+        def stream_of(item: object) -> Any:
             live = self._holding(item) if isinstance(item, Tensor) else None
             if live is None or live.stream.complete:
                 return item
@@ -421,7 +421,7 @@ class Depth:
         live.parallel += [(part, noted(part)) for part in (total, *branches)]
         return total
 
-    def _branch(self, branch: Any, shortcut: Tensor) -> Tensor:
+    def _branch(self, branch: object, shortcut: Tensor) -> Tensor:
         """The tensor that is added to a shortcut; a skipped branch may be the number 0."""
         if isinstance(branch, Tensor):
             return branch
@@ -485,7 +485,7 @@ class Depth:
 
     def push(
         self,
-        state: Any,
+        state: object,
         norm: nn.Module | None = None,
         trunk: int | tuple[int, ...] = 0,
         item: Item | None = None,
@@ -517,12 +517,12 @@ class Depth:
             raise self._overwritten(live)
         return with_item(state, item, functools.partial(self._pushed, live, norm, more=more))
 
-    def _pushed(self, live: Live, norm: nn.Module | None, part: Any, more: bool = False) -> Any:
+    def _pushed(self, live: Live, norm: nn.Module | None, part: object, more: bool = False) -> Any:
         live.stream = live.stream.push(counted(self._tensor(part)), more)
         value, live.apart = live.read(norm), False  # a new value, from which nothing was projected yet
         return value
 
-    def _tensor(self, state: Any) -> Tensor:
+    def _tensor(self, state: object) -> Tensor:
         if not isinstance(state, Tensor):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, but "
@@ -530,7 +530,7 @@ class Depth:
             )
         return state
 
-    def reach(self, value: Any, to: int | None = None, *trunks: int) -> Any:
+    def reach(self, value: object, to: int | None = None, *trunks: int) -> Any:
         """The value of a variable after an ``if`` or a loop in which adds, posts or blocks may have been skipped.
 
         Skipped adds add nothing. If a post was skipped, the sum is the state.
@@ -542,7 +542,7 @@ class Depth:
         """
         return mapped(value, lambda part: self._reached(part, to, trunks))
 
-    def _reached(self, value: Any, to: int | None, trunks: Sequence[int]) -> Any:
+    def _reached(self, value: object, to: int | None, trunks: Sequence[int]) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
         entry = None if live is None else self._entry(live.stream)
         if live is None or entry is None or live.stream.complete:
@@ -572,7 +572,7 @@ class Depth:
         value, live.apart = live.read(), False
         return value
 
-    def view(self, function: Callable[..., Any], *values: Any) -> Any:
+    def view(self, function: Callable[..., Any], *values: object) -> Any:
         """``function(*values)``, which reshapes one of them; if it is a stream's value, all its states are reshaped."""
         live, held = self._held(values)
         whole = function(*values)
@@ -589,7 +589,7 @@ class Depth:
         value = live.read()
         return with_item(whole, None, lambda _: value)
 
-    def copy(self, function: Callable[..., Any], *values: Any, factor: bool = False) -> Any:
+    def copy(self, function: Callable[..., Any], *values: object, factor: bool = False) -> Any:
         """``function(*values)``, a cast or clone: if one of them is a stream's value, so is the result.
 
         Args:
@@ -612,14 +612,14 @@ class Depth:
             live.also(result)
         return result
 
-    def _check_factor(self, factor: Any) -> None:
+    def _check_factor(self, factor: object) -> None:
         if isinstance(factor, Tensor) or factor != 1:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, but did so by 1 "
                 f"when it was rewired: connections would have to learn the factor.{self.advice}"
             )
 
-    def apply(self, function: Callable[..., Any], *values: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *values: object) -> Any:
         """``function(*values)``, between a read and a branch.
 
         If it is a norm that was computed together with the read, that result is returned. For separate q/k/v inputs,
@@ -639,7 +639,7 @@ class Depth:
         """
         return self.separate.project(projection, what)
 
-    def data(self, x: Any, *new: Any) -> Any:
+    def data(self, x: Any, *new: object) -> Any:
         """``x.data``, or ``x.data = new``; for a stream's value by `detach`, which shares its version counter."""
         if uncounted():
             with outside_inference_mode():
@@ -652,7 +652,7 @@ class Depth:
             (x.data,) = new
         return x.data
 
-    def _held(self, values: Sequence[Any]) -> tuple[Live | None, Any]:
+    def _held(self, values: Sequence[object]) -> tuple[Live | None, Any]:
         """The stream to which one of several values belongs, and that value; (None, None) if none does."""
         for value in values:
             live = self._holding(value) if isinstance(value, Tensor) else None
@@ -722,7 +722,7 @@ class Depth:
 only_inlined(Depth)  # so that writes are counted behind a graph break
 
 
-def _may_end(live: Live, *called: Any) -> bool:
+def _may_end(live: Live, *called: object) -> bool:
     """Whether a call may have ended a stream: it runs blocks of its trunk, or no module that can be seen here.
 
     Under torch.compile, a stream that ends inside a checkpoint cannot record that.
@@ -734,7 +734,7 @@ def _may_end(live: Live, *called: Any) -> bool:
     return not modules or any(entry.trunk == live.trunk for entry in entries)
 
 
-def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:
+def _with(args: Sequence[object], live: Live, x: Tensor) -> list[Any]:
     """Arguments with ``x`` in place of the stream's value."""
     return [x if any(value is arg for value in live.values) else arg for arg in args]
 

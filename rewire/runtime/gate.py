@@ -40,11 +40,11 @@ class Gate:
         self.function = function
         self.helpers: dict[str, Gate] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         assert self.function is not None
         return self.function(self, *args, **kwargs)
 
-    def on(self, instance: Any) -> Callable[..., Any]:
+    def on(self, instance: object) -> Callable[..., Any]:
         """The function as a method of an object, in place of ``super().method``."""
         assert self.function is not None
         return functools.partial(self.function, self, instance)
@@ -62,7 +62,7 @@ class Gate:
             for adds in entry.adds.values()
         )
 
-    def reach(self, value: Any, to: int, *trunks: int) -> Any:
+    def reach(self, value: object, to: int, *trunks: int) -> Any:
         """`Depth.reach` for a function whose variables hold streams: streams of trunks that end become their outputs.
 
         Args:
@@ -76,7 +76,7 @@ class Gate:
         """
         ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
 
-        def output_of(item: Any) -> Any:
+        def output_of(item: object) -> Any:
             if not isinstance(item, Stream) or item.layout.trunk not in ended:
                 return item
             if item.position == ended[item.layout.trunk].cut_at:

@@ -39,7 +39,7 @@ class SeeingTensors:
     def __init__(self, hook: Callable[..., Any], before: bool) -> None:
         self.hook, self.before = hook, before
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
+    def __call__(self, module: nn.Module, *given: object) -> Any:
         if getattr(type(module), "is_rewires_own", False):
             return None  # the original model has no such module
         changing = len(given) if self.before else 1
@@ -71,7 +71,7 @@ class _Shown:
         #: A stream, the tensor that the hook got for it, and the function that makes a stream of the hook's tensor.
         self.places: list[tuple[Any, Tensor, Callable[[Tensor], Any]]] = []
 
-    def show(self, passing: Stream | QKVInputs, _: Any) -> Tensor:
+    def show(self, passing: Stream | QKVInputs, _: object) -> Tensor:
         known = next((copy for other, copy, _ in self.places if other is passing), None)
         if known is not None:
             return known
@@ -80,7 +80,7 @@ class _Shown:
         self.places.append((passing, copy, put))
         return copy
 
-    def put(self, passing: Stream | QKVInputs, item: Any) -> Any:
+    def put(self, passing: Stream | QKVInputs, item: object) -> Any:
         copy, put = next((copy, put) for other, copy, put in self.places if other is passing)
         if not isinstance(item, Tensor):
             raise self._refused(f"a {type(item).__name__}", copy)
@@ -97,7 +97,7 @@ class _Shown:
         )
 
 
-def _value(passing: Stream | QKVInputs, _: Any) -> Tensor:
+def _value(passing: Stream | QKVInputs, _: object) -> Tensor:
     return passing.value() if isinstance(passing, Stream) else passing.residual
 
 
@@ -120,7 +120,7 @@ def registering(base: type) -> dict[str, Callable[..., Any]]:
     """Methods for a subclass of ``base`` that register forward hooks so that they get tensors in place of streams."""
 
     def of(name: str, before: bool) -> Callable[..., Any]:
-        def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def register(self: nn.Module, hook: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             return getattr(base, name)(self, seeing_tensors(hook, before), *args, **kwargs)
 
         register.__name__ = name

@@ -91,7 +91,7 @@ class Live:
         parallel: these sums and branches, each with its version counter when the sum was made.
     """
 
-    def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
+    def __init__(self, stream: Stream, entry: Entry | None, source: object = None) -> None:
         self.stream = stream
         self.entry, self.start, self.first = entry, stream.position, stream.position
         self.trunk, self.source = stream.layout.trunk, source
@@ -123,7 +123,7 @@ class Live:
         self.values.append(value)
         self.before.append((noted(value), value.requires_grad))
 
-    def normed_by(self, norm: Any, value: Any) -> Tensor | None:
+    def normed_by(self, norm: object, value: object) -> Tensor | None:
         """The output of ``norm`` for the value, if it was computed together with the read."""
         before = self.before[0][0]
         same = self.norm is norm and value is self.values[0] and (before is None or not is_written(value, before))

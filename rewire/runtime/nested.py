@@ -53,21 +53,21 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
     return value
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Whether `mapped` looks inside ``value``."""
     return isinstance(value, (tuple, list, dict)) or (
         _is_instance_of_dataclass(value) and not isinstance(value, (Tensor, Stream))
     )
 
 
-def _same(new: Any, old: Any) -> bool:
+def _same(new: Any, old: object) -> bool:
     """Whether nothing was changed; compares tuples and lists by item, as Dynamo does not know their identity."""
     if isinstance(old, (tuple, list)):
         return all(_same(one, other) for one, other in zip(new, old, strict=True))
     return new is old
 
 
-def _is_instance_of_dataclass(value: Any) -> bool:
+def _is_instance_of_dataclass(value: object) -> bool:
     if value is None or isinstance(value, type):  # None: Dynamo 2.11 cannot inspect its class
         return False
     return dataclasses.is_dataclass(value)
@@ -113,11 +113,11 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
     return value
 
 
-def tensors_and_streams(value: Any) -> list[Any]:
+def tensors_and_streams(value: object) -> list[Any]:
     """The tensors and streams in a value, in the order of `mapped`."""
     found: list[Any] = []
 
-    def keep(part: Any) -> Any:
+    def keep(part: object) -> Any:
         found.append(part)
         return part
 
@@ -138,7 +138,7 @@ def at(value: Any, item: Item) -> Any:
     return value
 
 
-def with_item(value: Any, item: Item | None, change: Callable[[Any], Any]) -> Any:
+def with_item(value: object, item: Item | None, change: Callable[[Any], Any]) -> Any:
     """``change(value)``; for a tuple or list, the same with one item changed: by default its only tensor."""
     if not isinstance(value, (tuple, list)) or item == ():
         return change(value)
@@ -155,6 +155,6 @@ def with_item(value: Any, item: Item | None, change: Callable[[Any], Any]) -> An
     return like(value, items)
 
 
-def like(value: Any, items: Sequence[Any]) -> Any:
+def like(value: Any, items: Sequence[object]) -> Any:
     """A tuple, named tuple or list of the type of ``value``, with other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -27,7 +27,7 @@ def _watch() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if torch.compiler.is_compiling() or optimizer in _SEEN:
         return
     _SEEN.add(optimizer)

@@ -37,7 +37,7 @@ class SeparateInputs:
         self._known: list[tuple[Tensor, QKVInputs]] = []  # each with the tensor that stands for it
         self._side_by_side = False  # whether such inputs came in concatenated
 
-    def open(self, value: Any, width: int | None) -> Any:
+    def open(self, value: object, width: int | None) -> Any:
         """`Depth.open` for an argument that holds all three inputs: the tensor that stands for them."""
         if isinstance(value, Tensor) and width is not None and value.shape[-1] == 3 * width:
             q, k, v = value.chunk(3, -1)
@@ -47,7 +47,7 @@ class SeparateInputs:
         self._known.append((value.residual, value))
         return value.residual
 
-    def apply(self, function: Callable[..., Any], *values: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *values: object) -> Any:
         """`Depth.apply`: ``function(*values)`` for queries, keys and values each; a norm may have a copy for each.
 
         Raises:
@@ -75,7 +75,7 @@ class SeparateInputs:
             self._known.append((made[3], QKVInputs(*made)))
         return made[3]
 
-    def _of_way(self, value: Any, way: str) -> Any:
+    def _of_way(self, value: object, way: str) -> Any:
         """``value``, with the input of queries, keys or values in place of the tensor that stands for all."""
         if isinstance(value, (tuple, list)):
             items = [self._of_way(item, way) for item in value]
@@ -91,7 +91,7 @@ class SeparateInputs:
         """
         side_by_side = self._side_by_side or any(live.stream.on_mesh for live in self.live)
 
-        def apart(part: Any) -> Any:
+        def apart(part: object) -> Any:
             qkv = self._taken(part)
             if qkv is None:
                 return part
@@ -110,7 +110,7 @@ class SeparateInputs:
         if isinstance(what, tuple):
             return lambda *args, **kwargs: self._fused(projection, Fused(*what), args, kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             if what == "qkv":
                 args, kwargs = self._each(args, kwargs)
             else:
@@ -129,7 +129,7 @@ class SeparateInputs:
         named = {name: self._input(kwargs[name], names[name]) for name in kwargs.keys() & names.keys()}
         return (*given, *args[len(given) :]), {**kwargs, **named}
 
-    def _input(self, value: Any, way: str) -> Any:
+    def _input(self, value: object, way: str) -> Any:
         """The separate input of queries, keys or values, if ``value`` stands for one."""
         qkv = self._projected(value)
         return value if qkv is None else getattr(qkv, way)
@@ -155,7 +155,7 @@ class SeparateInputs:
             whole = projection if isinstance(projection, nn.Module) else product
             return project_fused(whole, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
 
-    def _projected(self, *values: Any) -> QKVInputs | None:
+    def _projected(self, *values: object) -> QKVInputs | None:
         """The separate inputs for a projection with these arguments; None if this call has none.
 
         Raises:
@@ -169,7 +169,7 @@ class SeparateInputs:
             raise self.lost("projects queries, keys or values from a tensor that was not made of what it read for them")
         return None
 
-    def _taken(self, value: Any) -> QKVInputs | None:
+    def _taken(self, value: object) -> QKVInputs | None:
         """`_qkv` for a projection, or a module that holds projections: marks the inputs as used."""
         qkv = self._qkv(value)
         for live in self.live if qkv is not None else ():
@@ -183,7 +183,7 @@ class SeparateInputs:
             "one value."
         )
 
-    def _qkv(self, value: Any) -> QKVInputs | None:
+    def _qkv(self, value: object) -> QKVInputs | None:
         for stands, qkv in self._known:
             if stands is value:
                 return qkv
@@ -193,12 +193,12 @@ class SeparateInputs:
         return None
 
 
-def _weights(input: Any, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _weights(input: object, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias among the arguments of `torch.nn.functional.linear`."""
     return weight, bias
 
 
-def _called(function: Callable[..., Any], given: Sequence[Any]) -> Any:
+def _called(function: Callable[..., Any], given: Sequence[object]) -> Any:
     if len(given) == 1 and isinstance(given[0], Tensor):
         return norm_again(function, given[0])
     return function(*given)
@@ -213,9 +213,9 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
 
 
-def _identical(values: Sequence[Any], others: Sequence[Any]) -> bool:
+def _identical(values: Sequence[object], others: Sequence[object]) -> bool:
     return all(value is other for value, other in zip(values, others, strict=True))
 
 
-def _told(values: Sequence[Any]) -> str:
+def _told(values: Sequence[object]) -> str:
     return " and ".join(f"'{type(value).__name__}'" for value in values)

@@ -60,7 +60,7 @@ class Weights:
 
     __slots__ = ("ended", "format", "known", "learned", "loans", "recorded", "value")
 
-    def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, value: object, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int | None]] = []
         self.known: list[tuple[weakref.ref[Tensor], int | None]] = []
@@ -138,7 +138,7 @@ class Stream(TensorLike):
     def begin(
         cls,
         x: Tensor,
-        weights: Any,
+        weights: object,
         layout: Layout,
         placement: Placement | None = None,
         learned: Mapping[str, Tensor] | None = None,
@@ -604,7 +604,7 @@ class Stream(TensorLike):
         self._seen("finish", output)
         return self._out(output)
 
-    def _seen(self, what: str, value: Any = None) -> None:
+    def _seen(self, what: str, value: object = None) -> None:
         if self.layout.observe is not None:
             self.layout.observe(what, self.position, value)
 

@@ -44,7 +44,7 @@ class TensorLike:
         raise NotImplementedError
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HIGHER_ORDER):  # torch.compile's form of activation checkpointing
             with WithoutTorchFunction():
@@ -65,7 +65,7 @@ class TensorLike:
     def __getitem__(self, index: Any) -> Tensor:
         return self.lent()[index]
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise self.written_to("an assignment to its elements")
 
     def __len__(self) -> int:
@@ -75,16 +75,16 @@ class TensorLike:
         return iter(self.lent())
 
 
-def _is_like(value: Any) -> bool:
+def _is_like(value: object) -> bool:
     return isinstance(value, TensorLike)
 
 
-def _value_of(value: Any) -> Any:
+def _value_of(value: object) -> Any:
     return value.lent() if isinstance(value, TensorLike) else value
 
 
 def _operator(name: str) -> Any:
-    def apply(self: TensorLike, *others: Any) -> Any:
+    def apply(self: TensorLike, *others: object) -> Any:
         return getattr(torch.Tensor, name)(self.lent(), *map(_value_of, others))
 
     return apply

@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _state_dicts(holder: Mapping[Any, Any], at: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Any]]]:
+def _state_dicts(holder: Mapping[Any, object], at: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Any]]]:
     """The state dicts of rewired models in a checkpoint, by their place in it."""
     state = {key: value for key, value in holder.items() if isinstance(key, str)}
     if any(map(is_recipe, state)):

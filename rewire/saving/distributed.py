@@ -55,7 +55,7 @@ def _names_connection(key: str) -> bool:
     return CONNECTIONS in key.split(".")
 
 
-def _of_connections(state: Mapping[str, Any]) -> set[str]:
+def _of_connections(state: Mapping[str, object]) -> set[str]:
     """Keys of a flat state dict that a plain model's lacks."""
     named = {key for key in state if _names_connection(key)}
     groups = [  # an optimizer's, by number: "optim.param_groups.1."
@@ -75,7 +75,7 @@ def _check_no_copies(keys: set[str]) -> None:
         raise RewireError(f"'{left}': {NO_COPIES}")
 
 
-def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_same(state: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise RewireError if connections would be loaded into other ones: of other trunks, or with other weights."""
     roots = {key.split(CONNECTIONS)[0] for key in state if _names_connection(key) and key.endswith(EXTRA_STATE)}
     for root in roots:  # prefixes of the model's own names, like "model."
@@ -91,7 +91,7 @@ def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             )
 
 
-def _shapes(entries: Mapping[str, Any], prefix: str) -> list[str]:
+def _shapes(entries: Mapping[str, object], prefix: str) -> list[str]:
     sizes = {
         key.removeprefix(prefix): entry.shape if isinstance(entry, Tensor) else getattr(entry, "size", ())
         for key, entry in entries.items()

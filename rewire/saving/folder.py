@@ -85,7 +85,7 @@ def load(
     *,
     weights: Part = "all",
     device: torch.device | str = "cpu",
-    example_inputs: Any = None,
+    example_inputs: object = None,
 ) -> M:
     """Rewire a plain model as the one in ``folder`` was, and load its weights.
 

@@ -15,7 +15,7 @@ from rewire.saving.folder import RECIPE
 from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, rewired_by
 
 
-def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
+def from_pretrained(folder: str | os.PathLike[str], model_class: object = None, **options: object) -> nn.Module:
     """Load a rewired transformers model from a folder that its ``save_pretrained`` wrote (or a Trainer's checkpoint).
 
     The class's own ``from_pretrained`` would ignore the connection weights. Here it gets a model that was rewired by
@@ -62,7 +62,7 @@ def _rewiring(cls: Any, recipes: dict[str, Recipe]) -> Any:
     """A class like ``cls`` that rewires each instance when it is made."""
 
     class Rewiring(cls):
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, config: object, *args: object, **kwargs: object) -> None:
             super().__init__(config, *args, **kwargs)
             self.__class__ = cls
             rewired: Any = rewired_by(self, _renamed(self, recipes), "paper")
@@ -73,7 +73,7 @@ def _rewiring(cls: Any, recipes: dict[str, Recipe]) -> Any:
     return Rewiring
 
 
-def _renamed(model: Any, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+def _renamed(model: object, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
     """Recipes under the model's present names; some architectures are saved under older names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming

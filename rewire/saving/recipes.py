@@ -68,7 +68,7 @@ def described(model: nn.Module) -> dict[str, Recipe]:
     return recipes
 
 
-def layouts_of(recipes: Any) -> dict[str, Layout]:
+def layouts_of(recipes: object) -> dict[str, Layout]:
     """The layouts that recipes describe, by the path of a connection; nothing is built.
 
     Raises:
@@ -90,7 +90,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
     return layouts
 
 
-def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Mapping[str, Sequence[int]]) -> None:
+def check_shapes(path: str, recipe: object, layout: Layout, start: Start, saved: Mapping[str, Sequence[int]]) -> None:
     """Refuse a recipe that does not fit the saved weights, before anything of its size is built.
 
     Args:
@@ -117,7 +117,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
 class _OnMeta(TorchFunctionMode):
     """Replaces random tensors by tensors on the meta device."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
         return function(*args, **(given | {"device": "meta"} if "device" in given else given))
 
@@ -127,7 +127,7 @@ def rewired_by(
     model: nn.Module,
     recipes: Any,
     start: Start,
-    example_inputs: Any = None,
+    example_inputs: object = None,
     saved: Mapping[str, Sequence[int]] | None = None,
 ) -> nn.Module:
     """A copy of the plain ``model``, rewired by ``recipes``, with connection weights at their start.
@@ -170,7 +170,7 @@ def _found(prepared: Prepared, recipes: dict[str, Recipe]) -> Found:
     return find(prepared, methods[-1])
 
 
-def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
+def _check_made(path: str, recipe: object, layout: Layout, start: Start) -> None:
     """Refuse a recipe whose topology cannot be built, or has no matrix."""
     try:
         Connection(layout, start).matrix()
@@ -226,7 +226,7 @@ def _check_switches(topology: Topology) -> None:
             raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")
 
 
-def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
+def misfit(path: str, recipe: object, error: BaseException) -> RewireError:
     """The error for a recipe that does not fit its weights."""
     told = str(recipe)[:1000]
     return RewireError(f"the connection weights of '{path}' do not fit their recipe, {told}: {first_line(error)}")
@@ -285,7 +285,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Recipe], here: dict[str, T
         )
 
 
-def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
+def _layout(path: str, recipe: object, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe. It has to be what compiling with that topology gives."""
     layout = layout_of(path, recipe, trunk.name, **trunk.facts)
     width = trunk.width
@@ -301,7 +301,7 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     return layout
 
 
-def _check_sizes(units: Any, width: Any, attention: Any) -> None:
+def _check_sizes(units: object, width: object, attention: object) -> None:
     """Refuse units that do not count up from 1 without gaps: so the matrix is no larger than the recipe."""
     if not isinstance(units, list) or not all(type(unit) is int for unit in units):
         raise ValueError(f"units {str(units)[:200]}")

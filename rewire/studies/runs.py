@@ -155,7 +155,7 @@ class Kept:
     def notes(self) -> dict[str, Any]:
         return self._study.user_attrs
 
-    def note(self, name: str, value: Any) -> None:
+    def note(self, name: str, value: object) -> None:
         self._study.set_user_attr(name, value)
 
     def results(self) -> list[Result]:

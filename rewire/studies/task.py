@@ -115,7 +115,7 @@ def _begun(task: Task, seed: int) -> tuple[nn.Module, Any]:
     raise RewireError(f"batches({seed}) has no batch.")
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: object, second: object) -> bool:
     """Whether both hold as many tensors, with the same shapes and numbers."""
     leaves, others = ([x for x in pytree.tree_leaves(of) if isinstance(x, Tensor)] for of in (first, second))
     return len(leaves) == len(others) and all(

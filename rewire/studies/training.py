@@ -182,7 +182,7 @@ def make(
     return contender.rewired(plain, values, validate=False).train()
 
 
-def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
+def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> float:
     """Make one training step; return the loss before it. Clipped gradients stay until the next step."""
     optimizer.zero_grad()
     loss = scalar(task.loss)(model, batch)
@@ -284,6 +284,6 @@ def inputs_of(model: nn.Module, run: Callable[[], object]) -> Inputs:
     return seen[-1]
 
 
-def to(batch: Any, device: torch.device) -> Any:
+def to(batch: object, device: torch.device) -> Any:
     """``batch`` with its tensors, and other objects that have ``to`` (such as a BatchEncoding), on ``device``."""
     return pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, batch)

@@ -201,7 +201,7 @@ class _Dense(Topology[W]):
         reads = self.mixing(dims)
         return Table(flat, len(reads), reads[0], group=self.group)
 
-    def by_read(self, dims: Dims, rows: Iterable[Any]) -> Any:
+    def by_read(self, dims: Dims, rows: Iterable[object]) -> Any:
         """The result of `weights` from a row for each read that has weights: by t, or a `Few` with few connections."""
         rows_of = dict(zip(self.mixing(dims), rows, strict=True))
         if not self.few:

@@ -48,7 +48,7 @@ class Few(Free):
     def __init__(
         self,
         sources: Mapping[int, tuple[int, ...]],
-        rows: Mapping[int, Any],
+        rows: Mapping[int, object],
         channels: Mapping[int, tuple[Channel, ...]],
         states: bool,
     ) -> None:

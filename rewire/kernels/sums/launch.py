@@ -214,7 +214,7 @@ _lock = threading.Lock()  # for threads that make routines; look-ups do not need
 
 
 def _run(
-    make: Callable[..., Routine], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
+    make: Callable[..., Routine], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[object, ...]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The results of the routine for these tensors."""
     groups = inputs.groups()
@@ -242,7 +242,7 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return tensor_guards(tensors) or (lambda *_: False)
 
 
-def _keep(key: Any, known: _Known) -> None:
+def _keep(key: object, known: _Known) -> None:
     """Cache a routine; the oldest are dropped when there are too many."""
     with _lock:
         _routines.pop(key, None)

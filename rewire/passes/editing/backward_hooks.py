@@ -30,7 +30,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def register(self: nn.Module, *args: object, **kwargs: object) -> Any:
         gate = _passed(self)
         if gate is not None:
             raise UnsupportedCall(f"backward hooks on block '{gate.block}' ({gate.where}): {_WHY}.")

@@ -65,7 +65,7 @@ class StreamsToTensors:
     def __init__(self) -> None:
         self.trunks: set[str] = set()
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> Any:
         return mapped(output, lambda x: x.value() if isinstance(x, Stream) and x.layout.trunk in self.trunks else x)
 
 

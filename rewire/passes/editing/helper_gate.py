@@ -37,7 +37,7 @@ class HelperGate(Gate):
         made_of = self.block, self.where, self.entries, Reference(self.original), self.source, self.advice
         return _made_again, made_of, {"helpers": self.helpers}
 
-    def of(self, called: Any) -> Any:
+    def of(self, called: object) -> Any:
         """The replacement for a closure, a partial or an object with a ``__call__``, if it still is the helper."""
         if isinstance(called, functools.partial):
             return functools.partial(self.of(called.func), *called.args, **called.keywords)

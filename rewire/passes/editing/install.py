@@ -85,7 +85,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         known = getattr(super(generated, self), "no_weight_decay", set)
         return {*known(), *(name for name, _ in self.named_parameters() if CONNECTIONS in name.split("."))}
 
-    def init_subclass(cls: type, **kwargs: Any) -> None:
+    def init_subclass(cls: type, **kwargs: object) -> None:
         super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
         _own_code(cls)
 
@@ -123,7 +123,7 @@ def _own_code(cls: type) -> None:
         forward.__code__ = forward.__code__.replace()
 
 
-def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+def _reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
     """Let pickle and copy rebuild the class: a generated class cannot be imported."""
     state = self.__getstate__()  # without the result of `self.compile()`, which calls this module, not the copy
     return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), SHARED)), state

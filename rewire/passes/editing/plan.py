@@ -255,7 +255,7 @@ class _Planner:
             return tuple(names)
         return self.sources.span(scope, value) if scope.holds(value.scope) else None
 
-    def _starts(self, function: FunctionPlan, place: Any) -> bool:
+    def _starts(self, function: FunctionPlan, place: object) -> bool:
         """Note where the trunk starts in a function. If two calls of it differ, the later place counts.
 
         Returns:
@@ -556,7 +556,7 @@ def _place(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) 
     return places[number] if written else number
 
 
-def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[Any, ...]]) -> Item | None:
+def _item(value: Op, tensors: Sequence[Op], places: Sequence[tuple[object, ...]]) -> Item | None:
     """The `_place` of a value; None if it is not there, or all that is there."""
     place = _place(value, tensors, places) if value in tensors else None
     return None if place == () or (place == 0 and len(tensors) == 1) else place

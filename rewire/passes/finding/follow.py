@@ -215,7 +215,7 @@ class _Follower(fx.Tracer):
                 if value is not None:
                     vars(view)[name] = value
 
-    def _opaque_method(self, path: str, name: str, *args: Any, **kwargs: Any) -> fx.Proxy:
+    def _opaque_method(self, path: str, name: str, *args: object, **kwargs: object) -> fx.Proxy:
         return self.create_proxy("call_method", name, (self.create_proxy("get_attr", path, (), {}), *args), kwargs)
 
     def _forget_since(self, last: fx.Node | None) -> None:
@@ -327,7 +327,7 @@ class _Follower(fx.Tracer):
             decisions.append(False)
         return decisions[number]
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Any:
         if isinstance(a, fx.Proxy):
             return a.node
         if a is None or a is ... or isinstance(a, (bool, int, float, str, torch.dtype)):

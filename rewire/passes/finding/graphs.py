@@ -144,7 +144,7 @@ def _sizes(x: torch.Tensor) -> torch.Size | None:
     return None if None in sizes else torch.Size(sizes)
 
 
-def number(value: Any) -> Any:
+def number(value: object) -> Any:
     """A dynamic size as its present number, or None if that is unknown; other values unchanged."""
     if not isinstance(value, torch.SymInt):
         return value

@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
     def _module_of(self, value: object) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
 
-    def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def _left(self, module: nn.Module, args: Args, output: object) -> Any:
         scope = self.stack.pop()
         given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
         for tensor in tensors_of(output):

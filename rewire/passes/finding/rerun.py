@@ -78,7 +78,7 @@ class _Run:
         result = function(*args, **kwargs)
         return tensors_of(result if op.item >= 0 else (args, kwargs))[op.item if op.item >= 0 else ~op.item]
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: object) -> Any:
         if isinstance(value, Op):
             return self.known[value] if value in self.known else self._random(value, self.width)
         return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -31,7 +31,7 @@ _PARTS = {"chunk", "split"}
 class Tracer(Protocol):
     """What stand-ins need from the tracer."""
 
-    def create_proxy(self, kind: str, target: Any, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
+    def create_proxy(self, kind: str, target: object, args: Args, kwargs: Kwargs) -> fx.Proxy: ...
 
     def nodes(self, value: object) -> list[Any]: ...
 
@@ -56,7 +56,7 @@ class Proxy(fx.Proxy):
             raise TraceError("it loops over a traced value")
         return iter([itself[index] for index in range(count)])
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: object) -> Any:
         if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all further ones
             return type(other)([*other, self])
         return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
@@ -144,7 +144,7 @@ class _Torch:
 
 
 def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
-    def record(*args: Any, **kwargs: Any) -> Any:
+    def record(*args: object, **kwargs: object) -> Any:
         if tracer.nodes((args, kwargs)):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)

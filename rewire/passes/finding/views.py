@@ -79,11 +79,11 @@ class Views:
 class _Quiet:
     """Keeps ``__init_subclass__`` of base classes from acting on the classes of views."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         pass
 
 
-def _called(view: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _called(view: nn.Module, *args: object, **kwargs: object) -> Any:
     return vars(view)[TRACER].call_view(view, args, kwargs)
 
 

@@ -169,7 +169,7 @@ def _copied(setting: Setting, model: nn.Module, values: dict[str, Tensor]) -> It
 def _given(setting: Setting, inputs: Inputs) -> Inputs:
     """A copy of the inputs in the setting's precision, or in their own if that is higher."""
 
-    def raised(value: Any) -> Any:
+    def raised(value: object) -> Any:
         if setting.dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return value.detach().to(torch.promote_types(value.dtype, setting.dtype)).requires_grad_(value.requires_grad)
@@ -191,7 +191,7 @@ def block_outputs(
     blocks: list[tuple[str, Tensor]] = []
 
     def record(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
             value = output[0] if isinstance(output, tuple) and output else output
             if isinstance(value, Stream):
                 value = value.value()
@@ -275,7 +275,7 @@ def _matrix(connection: Connection, drawn: dict[str, Tensor], scale: float) -> T
 def strided(inputs: Inputs) -> Inputs:
     """The inputs with gaps in memory."""
 
-    def spread(value: Any) -> Any:
+    def spread(value: object) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0 or type(value) is not Tensor:
             return value
         wide = value.new_zeros((*value.shape[:-1], 2 * value.shape[-1]))

@@ -61,7 +61,7 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
     )
     cls = type(model)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: object, **kwargs: object) -> Any:
         wiring = _Wiring(self, training if self.training else evaluation if torch.is_grad_enabled() else inference)
         with wiring.open, wiring.running():
             result = cls.__call__(self, *args, **kwargs)
@@ -251,14 +251,14 @@ class _Wiring(Recorder):
             result = super().__torch_function__(func, types, args, kwargs)  # `_in_place_of` may write to the result
         return self._happened(count, result, func, args, kwargs)
 
-    def _left(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def _left(self, module: nn.Module, args: Args, output: object) -> Any:
         count = len(self.ops)  # including those in the module
         super()._left(module, args, output)
         if self.probe is None and count == self.before.pop():
             self.counts[self.paths[module],] -= 1  # the call failed and will be repeated, or it does nothing
         return self._happened(count, output, module, args, {})
 
-    def _happened(self, count: int, result: Any, func: _Function, args: Args, kwargs: Kwargs) -> Any:
+    def _happened(self, count: int, result: object, func: _Function, args: Args, kwargs: Kwargs) -> Any:
         """The result of a call in which operations from number ``count`` on return something else."""
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
@@ -321,7 +321,7 @@ class _Wiring(Recorder):
             nothing.as_strided(args[0].shape, args[0].stride(), offset).copy_(branch)
         return nothing
 
-    def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Inputs) -> Any:
+    def _in_place_of(self, op: Op, new: Tensor, result: object, given: Inputs) -> Any:
         own = self.made[op.index]
         if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # it was written to
             own.copy_(new)
@@ -477,5 +477,5 @@ def _first(given: Inputs) -> Tensor:
     return next(item for item in pytree.tree_leaves(given) if isinstance(item, Tensor))
 
 
-def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+def _swapped(value: object, old: Tensor, new: Tensor) -> Any:
     return pytree.tree_map(lambda item: new if item is old else item, value)

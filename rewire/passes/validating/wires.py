@@ -27,7 +27,7 @@ class Wires:
         site: number of residual adds so far.
     """
 
-    def __init__(self, layout: Layout, weights: Any) -> None:
+    def __init__(self, layout: Layout, weights: object) -> None:
         self.layout, self.weights, self.topology = layout, weights, layout.topology
         self.site = 0
         self.value: Tensor | None = None
