@@ -46,10 +46,20 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     last = statements[-1]
     given = [arg for call in nodes for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
     names = {arg.id for arg in given if isinstance(arg, ast.Name)}
-    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # other statements may not bind them
-        names = _targets(text, last)
-    names &= _made_of(text, nodes, last)
+    made = _made_of(text, nodes, last)
+    if isinstance(last, (ast.Assign, ast.AnnAssign)):
+        names = made & _targets(text, last)
+    else:  # a loop or an `if`, after which what they alone bind may have no value
+        before = _bound_before(text, last)
+        names = made & names & (before | _bound_outside(text, last)) or made & before
     return (span_of(last), tuple(sorted(names))) if names else None
+
+
+def _bound_outside(text: Text, statement: ast.stmt) -> set[str]:
+    """Variables to which code outside a statement assigns."""
+    inside = set(ast.walk(statement))
+    names = [node for node in ast.walk(text.tree) if isinstance(node, ast.Name) and node not in inside]
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)}
 
 
 def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[str]:

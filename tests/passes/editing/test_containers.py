@@ -9,6 +9,7 @@ import pytest
 import torch
 from mixing import shaken
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 
@@ -368,3 +369,38 @@ def test_stages_that_return_earlier_states_as_well_as_the_last(topology: str) ->
     flat = rewire.compile(KeptByStages(False), topology, example_inputs=(X,))
     flat.load_state_dict(rewired.state_dict())
     torch.testing.assert_close(rewired(X), flat(X))
+
+
+class Takes(Branch):
+    """Takes the state out of the list that it gets."""
+
+    def forward(self, x: Any) -> Any:
+        x = x if isinstance(x, Tensor) else x.pop(0)
+        return x + self.branch(x)
+
+
+class Given(nn.Module):
+    """Hands its blocks the state in a list that it makes in the loop: TabPFN's, which saves memory so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Takes() for _ in range(4))
+
+    def forward(self, x: Tensor, blocks: int = 4, again: bool = False) -> Tensor:
+        for block in self.blocks[:blocks]:
+            if again:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                held = [x]
+                x = block(held)
+        return x.tanh()
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static"])
+def test_a_list_that_the_loop_over_blocks_makes(topology: str) -> None:
+    """It is empty behind the loop, or was never made: what may have been skipped is told of the state itself."""
+    plain = Given()
+    rewired = rewire.compile(plain, topology, example_inputs=(X,))
+    torch.testing.assert_close(rewired(X, blocks=2), plain(X, blocks=2))
+    shaken(rewired, 0.1)
+    torch.testing.assert_close(rewired(X, again=True), rewired(X))
