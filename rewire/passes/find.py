@@ -260,8 +260,10 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     if on_meta(prepared.model):
         for guess in guesses:
             log.warning("%s, %s: %s", prepared.name, guess.place, guess.why)
-    for trunk in found.trunks.values():
-        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(flows, trunk)]
+    paths = {call.path for flow in flows for call in flow.calls if not call.helper}
+    for trunk in found.trunks.values():  # of a block that another method ran, the children did
+        missed = [path for path in not_run(flows, trunk) if not any(child.startswith(f"{path}.") for child in paths)]
+        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in missed]
     return found
 
 

@@ -334,6 +334,23 @@ def test_a_block_that_never_ran_is_said() -> None:
     assert left.path == "blocks.2" and "did not run" in left.why
 
 
+def test_a_block_that_another_method_ran_is_not_said_to_be_left_out() -> None:
+    class Reads(Block):
+        def read(self, x: Tensor) -> Tensor:
+            x = x[:, :1] + self.norm1(x).mean(1, keepdim=True)
+            return x + self.mlp(self.norm2(x))
+
+    class Last(Net):
+        block = Reads
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = super().forward(x, stop=DEPTH - 1)
+            return self.blocks[-1].read(x)  # type: ignore[operator]
+
+    (left,) = rewire.inspect(Last(), (vectors(),)).left
+    assert left.path == "blocks.3.mlp" and left.why.startswith("a single residual add")
+
+
 @pytest.mark.parametrize("number", range(DEPTH))
 def test_a_block_that_runs_for_the_first_time_is_refused(number: int) -> None:
     class Later(Net):
