@@ -312,7 +312,7 @@ class Boundary:
         #: For each tensor of the stream, its number in the stream at the earlier cut; None: it has to be sent.
         self.known = [has[0].index(ids[n]) if earlier and ids[n] in has[0] else None for n in self.states]
         self.known += [len(has[0]) + n if earlier else None for n in range(len(self.weights))]
-        shapes = connection.layout.topology.parameters(connection.layout.dims, connection.start)
+        shapes = connection.layout.parameters(connection.start)
         self.message = Message(
             connection.layout,
             [states[n] for n, known in zip(self.states, self.known, strict=False) if known is None],
@@ -376,7 +376,7 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
     A state that does not change between two positions is the same tensor in both.
     """
     layout = connection.layout
-    tensors = layout.topology.parameters(layout.dims, connection.start)
+    tensors = layout.parameters(connection.start)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     token = layout.token("meta").bfloat16()  # so that states kept in float32 can be told apart
     stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []

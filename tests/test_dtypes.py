@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from comparing import assert_bitwise, assert_close, evaluate
+from every_topology import PRESERVING, compiled, kinds_first
 from mixing import ANCRE, ids, learned, mixed, train_step
-from models import PreNorm, Stack, vectors
+from models import PreNorm, SeparatePreNorm, Stack, vectors
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -32,6 +33,22 @@ def test_casts_leave_connection_weights_in_float32(model_type: str, cast: str) -
     assert actual.dtype == expected.dtype
     tolerance = {"bfloat16": 2e-2, "half": 3e-3, "double": 1e-5}[cast]
     assert float((expected.float() - actual.float()).norm() / expected.float().norm()) < tolerance
+
+
+@pytest.mark.parametrize("key", kinds_first(PRESERVING))
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(key: str, default: torch.dtype) -> None:
+    """Weights start as in float32, random ones, too; a validated model computes what it would."""
+    model, given = Stack(SeparatePreNorm), vectors()
+    expected = compiled(model, key, example_inputs=(given,))
+    torch.set_default_dtype(default)
+    try:
+        rewired = compiled(model, key, example_inputs=(given,))
+        assert_bitwise(evaluate(expected, (given,), {}), evaluate(rewired, (given,), {}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (name, before), after in zip(expected.named_parameters(), rewired.parameters(), strict=True):
+        assert torch.equal(before, after), name
 
 
 def test_states_that_are_clamped_in_float16_alone() -> None:

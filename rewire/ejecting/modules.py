@@ -116,13 +116,14 @@ class Module:
 
     def _connected(self, cls: type) -> str:
         base = self._qualified(cls)
-        return f"""def connected(model: {base}) -> {self.root}:
+        plain = "plain_model"  # a name that no module has which is imported
+        return f"""def connected({plain}: {base}) -> {self.root}:
     \"\"\"Make a plain model a rewired one, in place, where it is made otherwise than by calling its class.\"\"\"
-    if type(model) is not {base}:
-        raise TypeError(f"the model has to be a {base}, not {{type(model).__name__}}")
-    model.__class__ = {self.root}
-    {f"{chr(10)}    ".join(self._steps("model"))}
-    return model"""
+    if type({plain}) is not {base}:
+        raise TypeError(f"the model has to be a {base}, not {{type({plain}).__name__}}")
+    {plain}.__class__ = {self.root}
+    {f"{chr(10)}    ".join(self._steps(plain))}
+    return {plain}"""
 
     def _steps(self, model: str, base: str = "") -> list[str]:
         """Statements that rewire a plain model; for another class, ``base`` is the ejected base model's path."""

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -506,7 +506,7 @@ def _called_in(op: Op, block: str, depth: int) -> str:
 
 
 def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[str]) -> Trunk:
-    prefix, above = common_path(sites, flow.containers)
+    prefix, above = common_path(sites, flow)
     root = "trunk" if isinstance(flow.model, fx.GraphModule) else type(flow.model).__name__
     name = ".".join(prefix) or root
     while name in taken:
@@ -527,8 +527,7 @@ def _units(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]
     units: list[int] = []
     before: object = None
     seen: set[object] = set()
-    for add, site in zip(chain.adds, sites, strict=True):
-        path = _element(flow, add, parts(site.name), len(above))
+    for add, site, path in zip(chain.adds, sites, _elements(flow, chain, sites, above), strict=True):
         call = next((scope for scope in add.block() if len(path) > len(above) and parts(scope.path) == path), None)
         again = (site.name, add.op.scope.code, add.op.place)
         if not units or (path, call) != before or again in seen:
@@ -541,18 +540,26 @@ def _units(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]
     return tuple(units)
 
 
-def _element(flow: Flow, add: Add, path: Sequence[str], depth: int) -> list[str]:
-    """The path of the unit at ``path``, below a container or module whose own path has ``depth`` parts.
+def _elements(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]) -> list[list[str]]:
+    """The path of each add's unit: below ``above``, a container's element, a block, or what a part of the model holds.
 
-    A module's parts may be containers of units, or hold one: the lists of early and late blocks, an encoder's layers.
+    The parts of a model, or of a module, are lists of early and late blocks, say, or an encoder with its own.
     """
-    if not flow.containers(".".join(path[:depth])):
+    depth, paths = len(above), [parts(site.name) for site in sites]
+    if flow.containers(".".join(above)):
+        return [path[: depth + 1] for path in paths]
+    ends = dict[str, int]()
+    for part in {path[depth] for path in paths if len(path) > depth}:
+        _, inside = common_path([s for s, path in zip(sites, paths, strict=True) if path[depth:][:1] == [part]], flow)
+        if flow.containers(".".join(inside)):
+            ends[part] = len(inside)
+    found = []
+    for add, path in zip(chain.adds, paths, strict=True):
         made_in = parts(add.op.scope.path)
-        for end in range(depth + 1, len(path)):
-            held = end == depth + 1 or made_in[: end + 1] == path[: end + 1]
-            if held and flow.containers(".".join(path[:end])):
-                return [*path[: end + 1]]
-    return [*path[: depth + 1]]
+        lists = (n for n in range(depth + 1, len(made_in)) if flow.containers(".".join(made_in[:n])))
+        end = ends.get(path[depth]) if len(path) > depth else depth
+        found.append(path[: (next(lists, depth) if end is None else end) + 1])
+    return found
 
 
 def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:
@@ -582,11 +589,11 @@ def _runs_its_children(model: nn.Module, path: str) -> bool:
     return any(code and not _CHILDREN.isdisjoint(code.co_names) for code in codes)
 
 
-def common_path(sites: Sequence[Site], is_container: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+def common_path(sites: Sequence[Site], flow: Flow) -> tuple[list[str], list[str]]:
     """The parts that all names of ``sites`` begin with, and the path of the container whose elements are the units."""
     columns = zip(*(parts(site.name) for site in sites), strict=False)
     prefix = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
-    in_one_element = prefix and prefix[-1].isdecimal() and not is_container(".".join(prefix))
+    in_one_element = prefix and prefix[-1].isdecimal() and not flow.containers(".".join(prefix))
     return prefix, prefix[:-1] if in_one_element else prefix
 
 

@@ -99,7 +99,7 @@ class Connection(Watched):
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start, self.dims = layout, start, layout.dims
-        given = layout.topology.parameters(layout.dims, start)
+        given = layout.parameters(start)
         fixed = {name: value for name, value in given.items() if isinstance(value, nn.Buffer)}
         learned = {name: value for name, value in given.items() if name not in fixed}
         self.learned_names = tuple(learned)
@@ -125,7 +125,7 @@ class Connection(Watched):
 
     def reset_parameters(self) -> None:
         """Reset weights and constants to their start values (after ``to_empty``, for example)."""
-        start = self.layout.topology.parameters(self.layout.dims, self.start)
+        start = self.layout.parameters(self.start)
         held = {*parameters_of(self), *buffers_of(self)}
         own = start if self.dims.here is None else apart(start, self.rows)
         self.set_values({name: value for name, value in own.items() if name in held})

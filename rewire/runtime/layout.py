@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from rewire.errors import OutOfOrder, UnsupportedCall
-from rewire.topologies.base import Dims, Recurrence, States, Topology
+from rewire.topologies.base import Dims, Recurrence, Start, States, Topology
 from rewire.torch_internals import memory_of
+
+_MADE = {torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros}
 
 
 class Site(NamedTuple):
@@ -110,6 +113,11 @@ class Layout:
         kept = self.channel_dim, self.posts, self.loops, self.overwritten
         return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
 
+    def parameters(self, start: Start) -> dict[str, Tensor]:
+        """The topology's weights at a start, made in float32 where the default dtype is another one."""
+        with _InFloat32():
+            return self.topology.parameters(self.dims, start)
+
     def check_passes(self, first: int, end: int) -> None:
         """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.
 
@@ -179,3 +187,10 @@ class Layout:
         except (NotImplementedError, RuntimeError):  # under vmap
             viewed = False
         return not viewed or seen.stride(dim) == x.stride(dim)
+
+
+class _InFloat32(TorchFunctionMode):
+    """Makes tensors in float32 unless another dtype is asked for; a default dtype would be that of all threads."""
+
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **({"dtype": torch.float32} if function in _MADE else {}) | (kwargs or {}))

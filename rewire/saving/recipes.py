@@ -103,7 +103,7 @@ def check_shapes(path: str, recipe: object, layout: Layout, start: Start, saved:
     """
     try:
         with torch.device("meta"), _OnMeta():
-            made = layout.topology.parameters(layout.dims, start)
+            made = layout.parameters(start)
     except Exception:  # errors show when it is really made; topologies of others may need values
         return
     for name, value in made.items():

@@ -222,7 +222,8 @@ class ANCRe(Destinations[Table | Few]):
 
     def _original(self, depth: int) -> Tensor:
         """E, the P of the original network."""
-        return torch.eye(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
+        table = torch.eye if self.cascade == "replace" else torch.zeros
+        return table(depth, depth, dtype=torch.float32)
 
     def distributions(self, weights: Table | Few, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); empty in difference form."""
@@ -242,7 +243,7 @@ class ANCRe(Destinations[Table | Few]):
         depth, sizes = dims.depth, dict(zip(self.mixing(dims), self.sizes(dims), strict=True))
         if start == "paper":
             each = [1 / sizes.get(t, 1) if self.normalize == "none" else 0.0 for t in range(1, depth + 1)]
-            return torch.tensor(each)[:, None].expand(depth, depth)
+            return torch.tensor(each, dtype=torch.float32)[:, None].expand(depth, depth)
         if self.normalize == "none":
             return self._original(depth)
         if self.form == "softmax":

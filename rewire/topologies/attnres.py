@@ -176,7 +176,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         """w of each read, for each of its ways; with heads, one row for each head, zero in other heads' channels."""
         w, rows = parameters["queries"].float(), [ways * self.heads for ways in self.ways(dims)]
         if self.heads > 1:
-            own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
+            own = w.new_ones(self.heads).diag().repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
             return self.by_read(dims, w.split(rows))
@@ -219,7 +219,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     def matrix(self, weights: AttendedTable | Few, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights if all scores are equal, as at the start."""
         like = weights[self.mixing(dims)[0]] if isinstance(weights, Few) else weights.queries[0]
-        table = torch.ones(dims.depth + 1, dims.depth + 1, device=like.device).tril()
+        table = torch.ones(dims.depth + 1, dims.depth + 1, dtype=torch.float32, device=like.device).tril()
         if self.scaled or self.form == "difference":
             return table
         for t, size in zip(self.mixing(dims), self.sizes(dims), strict=True):  # unit 1 reads the plain stream

@@ -352,7 +352,7 @@ class FirstOrder(Recurrence[W]):
 
     def matrix(self, weights: W, dims: Dims) -> Tensor:
         """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
-        return torch.eye(dims.depth)
+        return torch.eye(dims.depth, dtype=torch.float32)
 
 
 class TwoForms(Topology[W]):
@@ -384,7 +384,7 @@ def in_increments(topology: Topology[W], weights: W, depth: int, device: torch.d
     weights. With p parts each weight is a p x p matrix: its diagonal is averaged.
     """
     sources = depth + 1
-    increments = torch.eye(sources * parts, device=device).view(sources, -1)
+    increments = torch.eye(sources * parts, dtype=torch.float32, device=device).view(sources, -1)
     found = reads_of(topology, weights, increments, Dims(depth))
     return found.unflatten(-1, (parts, sources, parts)).diagonal(dim1=-3, dim2=-1).mean(-1)
 

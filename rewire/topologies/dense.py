@@ -238,7 +238,7 @@ class _Dense(Topology[W]):
         static = {t: self.static(weights, t) for t in self.mixing(dims)}
         reads = self.reads(dims)
         device = next(iter(static.values())).device
-        plain = torch.eye(reads.stop - 1, device=device)  # the newest
+        plain = torch.eye(reads.stop - 1, dtype=torch.float32, device=device)  # the newest
         table = (plain if self.states else torch.ones_like(plain).tril())[reads.start - 1 :]
         for t, row in static.items():
             table[t - reads.start] = 0

@@ -70,7 +70,7 @@ class FixedScale(FirstOrder[Scales]):
 
     def matrix(self, weights: Scales, dims: Dims) -> Tensor:
         """float32 [T, T]: a on the diagonal."""
-        return weights[0] * torch.eye(dims.depth)
+        return weights[0] * torch.eye(dims.depth, dtype=torch.float32)
 
     def program(self, weights: Scales, dims: Dims) -> Program:
         a, b = weights

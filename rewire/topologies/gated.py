@@ -126,7 +126,7 @@ class GatedHyperConnections(Topology[Named]):
         All weights depend on the input; this is the matrix for half-open read gates and write weights of 1.
         """
         size = dims.depth + 1
-        return torch.ones(size, size, device=weights["norm"].device).tril()
+        return torch.ones(size, size, dtype=torch.float32, device=weights["norm"].device).tril()
 
     def _read(self, streams: Tensor, weights: Named, number: int) -> tuple[Tensor, Tensor]:
         """A read, and x. Backward recomputes everything that is as large as the streams."""

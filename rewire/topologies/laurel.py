@@ -215,7 +215,7 @@ class LaurelPA(LaurelLR):
 
     def matrix(self, weights: LowRank, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
-        table = torch.eye(dims.depth, device=weights.up.device)
+        table = torch.eye(dims.depth, dtype=torch.float32, device=weights.up.device)
         for row, (gains, diagonal) in enumerate(zip(weights.gains, _mean_diagonal(weights, dims), strict=True)):
             table[row, row + 1 - len(gains) : row + 1] += gains * diagonal
         return table if weights.scales is None else table * weights.scales.shortcut[:, None]

@@ -161,7 +161,9 @@ MANIFOLDS: dict[str, Manifold] = {
         lambda n: n * (n - 1) // 2, lambda z, n, _: cayley(z, n), lambda n: torch.zeros(n * (n - 1) // 2)
     ),
     "kronecker": Manifold(
-        lambda n: 2 * _factors(n), kronecker, lambda n: torch.tensor([_NEAR, 0.0]).repeat(_factors(n))
+        lambda n: 2 * _factors(n),
+        kronecker,
+        lambda n: torch.tensor([_NEAR, 0.0], dtype=torch.float32).repeat(_factors(n)),
     ),
     "spectral": Manifold(lambda n: (n - 1) ** 2, spectral, _not_turned, _not_turned),
 }

@@ -216,7 +216,7 @@ class ManifoldHyperConnections(ParallelStreams):
     def start(self, x: Tensor, weights: Weights) -> States:
         if not self.delayed:
             return super().start(x, weights)
-        first = torch.zeros(*x.shape[:-1], self.streams, 1, device=x.device)
+        first = torch.zeros(*x.shape[:-1], self.streams, 1, dtype=torch.float32, device=x.device)
         first[..., 0, :] = 1
         return (*super().start(x, weights), Waiting(first))
 

@@ -198,7 +198,7 @@ class MUDDFormer(Dense[Aggregates]):
         """a, averaged over the ways; with norms, these are weights of normed states, and the newest has 1 more."""
         read = weights[t]
         row = read.static.mean(0)
-        return row if read.before is None else row + torch.eye(len(row), device=row.device)[-1]
+        return row if read.before is None else row + torch.eye(len(row), dtype=row.dtype, device=row.device)[-1]
 
     def _read_states(self, dims: Dims) -> list[int]:
         """The numbers of all states that some read mixes."""

@@ -234,16 +234,16 @@ def matrix(program: Program) -> Tensor:
     Weights per channel are averaged.
     """
     column = {name: number for number, name in enumerate(program.columns)}
-    unit = torch.eye(len(column))
+    unit = torch.eye(len(column), dtype=torch.float32)
     shares: dict[str, Tensor] = {}
 
     def share(source: str) -> Tensor:
         if source in column:
             return unit[column[source]]
-        return shares.get(source, torch.zeros(len(column)))  # a branch output that is not a column
+        return shares.get(source, torch.zeros(len(column), dtype=torch.float32))  # a branch output that is not a column
 
     for line, _ in lines_of(program):
-        row = torch.zeros(len(column))
+        row = torch.zeros(len(column), dtype=torch.float32)
         for source, weight, fixed, _ in line.terms:
             row += 0 if fixed else _mean(weight) * share(source)
         shares[line.target] = row

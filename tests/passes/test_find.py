@@ -256,6 +256,17 @@ class Encoder(nn.Module):
         return x
 
 
+class Staged(nn.Module):
+    """Two stages of a U-net, of one width, each with a list of its own; only the first of each side is in the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.ModuleList([Encoder(2)]), nn.ModuleList([Encoder(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up[0](self.down[0](x))
+
+
 class InParts(nn.Module):
     """One stream through lists of blocks, a block by itself, and a module with a list of blocks."""
 
@@ -295,6 +306,8 @@ def test_the_elements_of_several_containers_are_units(given: tuple[Tensor, ...])
     assert trunk.units == (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7)
     (trunk,) = rewire.inspect(AddsToParts(), example_inputs=given or None).trunks
     assert trunk.units == (1, 2, 3, 4, 5)
+    (trunk,) = rewire.inspect(Staged(), example_inputs=given or None).trunks
+    assert trunk.units == (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
 
 
 class Joint(nn.Module):

@@ -225,7 +225,7 @@ def values_for(setting: Setting, original: nn.Module, rewired: nn.Module) -> dic
     large = sum(p.numel() for p in own.values()) > LARGE
     for name, p in own.items():
         if setting.perturbed and (not large or bool((p == p.flatten()[0]).all())):
-            noise = torch.randn(p.shape, generator=generator).mul_(0.02).to(p)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32).mul_(0.02).to(p)
             values[name] = p.to(setting.dtype or p.dtype) + noise  # then no branch is zero
     if setting.dtype is not None:
         rest = {name: p for name, p in own.items() if name not in values}
@@ -254,7 +254,10 @@ def movement(rewired: nn.Module) -> dict[str, Tensor]:
     moved: dict[str, Tensor] = {}
     for connection in connections(rewired).values():
         generator = torch.Generator().manual_seed(3)
-        drawn = {name: torch.randn(p.shape, generator=generator) for name, p in connection.named_parameters()}
+        drawn = {
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            for name, p in connection.named_parameters()
+        }
         start, scale = _matrix(connection, drawn, 0.0), 0.3
         while scale > 1e-6 and float((_matrix(connection, drawn, scale) - start).abs().max()) > 0.5:
             scale /= 2

@@ -308,6 +308,27 @@ def test_streams_that_start_with_an_input_are_compared(
     assert MOVED in caplog.text and "was not validated" not in caplog.text
 
 
+class Drawing(nn.Module):
+    """A post-norm trunk, and random numbers behind it (the latent variables of ACT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.norms = (
+            nn.ModuleList(make(16) for _ in range(3)) for make in (lambda n: nn.Linear(n, n), nn.LayerNorm)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for f, norm in zip(self.f, self.norms, strict=True):
+            x = norm(x + f(x))
+        return x + torch.randn_like(x)
+
+
+def test_random_numbers_behind_a_trunk_are_drawn_as_in_the_original(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        rewire.compile(Drawing(), "denseformer", example_inputs=(X,))
+    assert MOVED in caplog.text and "was not validated" not in caplog.text
+
+
 def test_a_reference_that_is_wired_wrongly_refuses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     start = Wires.start
     with mock.patch.object(Wires, "start", lambda self, x: start(self, 2 * x)):
