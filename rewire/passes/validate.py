@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
+from rewire.trunk import Trunk
 
 #: Settings in which the rewrite with plain connections has to equal the original.
 SETTINGS = (
@@ -116,12 +119,14 @@ def check(
     settings = SETTINGS if found.inference is None else (*SETTINGS, INFERENCE)
     compare_both(name, model, rewired, inputs, settings, STARTS if start == "preserve" else ())
     trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
-    for trunk, site in _run_by_chance(rewired, inputs, trained):
+    for trunk, site in _run_by_chance(rewired, inputs, trained, found.trunks):
         found.drop([found.trunks[trunk].sites[site]])
     compare_moved(name, found, rewired, inputs, patterns)
 
 
-def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
+def _run_by_chance(
+    rewired: nn.Module, inputs: Inputs, trained: set[str], trunks: Mapping[str, Trunk]
+) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with another seed, which may leave out other blocks.
 
     Returns:
@@ -131,9 +136,21 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
         OutOfOrder: other residual adds run, and nothing tells which.
         ValidationMismatch: nothing runs of one of the ``trained`` trunks, as the original did with seed 0.
     """
-    seen = _what_happens(rewired, inputs, seed=1)
+    names = {site.name for name in connections(rewired) for site in trunks[name].sites}
+    kinds, ran = set(map(_kind, names)), set[str]()
+    seen = _what_happens(rewired, inputs, seed=1, kinds=kinds, ran=ran)
     if seen is None:
         return []
+    before, after = set(map(_block, names)), set(map(_block, ran))
+    others = {_kind(name): name for name in ran if _block(name) not in before}
+    skipped = {trunks[name].sites[site].name for name, what, site in seen if what == "skip"}
+    for name in sorted(names - skipped):
+        if _kind(name) in others and _block(name) not in after:
+            raise OutOfOrder(
+                f"in training mode the model takes another way by chance: '{others[_kind(name)]}' runs in "
+                f"place of '{name}', in a loop that adds the outputs of both at one place. Nothing tells which of them "
+                "did not run: make the adds in the forwards of blocks, or let all of them run"
+            )
     lost = trained.difference(name for name, _, _ in seen)
     lost = lost and lost.difference(name for name, _, _ in _what_happens(rewired, inputs, seed=0) or ())
     if lost:
@@ -144,12 +161,36 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> lis
     return [(name, site) for name, what, site in seen if what == "skip"]
 
 
-def _what_happens(rewired: nn.Module, inputs: Inputs, seed: int) -> list[tuple[str, str, int]] | None:
-    """The calls of `Layout.observe` in training mode: trunk, what, number of the site; None if it does not train."""
+def _note(ran: set[str], path: str, _module: nn.Module, _args: object) -> None:
+    ran.add(path)
+
+
+def _block(path: str) -> str:
+    """The path of a branch's block: ``layers.0`` of ``layers.0.1``, or of itself."""
+    found = re.match(r"(.*\b\d+)\.", path)
+    return path if found is None else found[1]
+
+
+def _kind(path: str) -> str:
+    """A branch's path without the numbers of its block: ``layers.#.1``."""
+    return re.sub(r"\b\d+\b", "#", block := _block(path)) + path.removeprefix(block)
+
+
+def _what_happens(
+    rewired: nn.Module, inputs: Inputs, seed: int, kinds: Collection[str] = (), ran: set[str] | None = None
+) -> list[tuple[str, str, int]] | None:
+    """The calls of `Layout.observe` in training mode: trunk, what, number of the site; None if it does not train.
+
+    Args:
+        kinds: the `_kind`s of modules that are added to ``ran`` when they run.
+    """
     bench, seen = private(rewired).train(), list[tuple[str, str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)
         connection.layout.observe = lambda what, site, _, name=name: seen.append((name, what, site))
+    for path, module in bench.named_modules():
+        if ran is not None and _kind(path) in kinds:
+            module.register_forward_pre_hook(functools.partial(_note, ran, path))
     try:
         with seeded(seed, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)

@@ -138,6 +138,13 @@ class Depth:
                 f"block '{self.block}' was called out of order: it belongs after residual add "
                 f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
+        if entry.branch_given and (*entry.connection.parameters(), *entry.connection.buffers()):
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) adds to trunk '{entry.trunk}' what was computed from its state "
+                f"after {stream.position} residual adds, where it belongs after {min(later)}: those between were left "
+                "out, and the topology reads other states behind them. Let the module that adds call the branch, too, "
+                "or leave out none (a probability of layer dropping of 0)."
+            )
         return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:

@@ -30,6 +30,7 @@ class Entry:
         ordered: whether each add has a fixed number among these, so that a call may skip some.
         outside: whether the function is also called outside of trunks, with plain tensors.
         read_below: whether the stream begins in the function, but a function that it calls reads it first.
+        branch_given: whether callers compute the first branch that the function adds, from the value that they read.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
         held: the module that owns the trunk, and the connection's name there; None if it need not be looked up.
     """
@@ -41,6 +42,7 @@ class Entry:
     ordered: bool = False
     outside: bool = False
     read_below: bool = False
+    branch_given: bool = False
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 

@@ -320,9 +320,68 @@ class AtOnePlaceByChance(Net):
         return self.norm(x)
 
 
+class Adds(nn.Module):
+    def forward(self, f: Tensor, x: Tensor) -> Tensor:
+        return x + f
+
+
+class AddsElsewhere(nn.Module):
+    """The adds are in modules of their own, and the branches outside of these (x-transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Adds()]) for _ in range(DEPTH)
+        )
+
+    def forward(self, x: Tensor, skip: tuple[int, ...] = ()) -> Tensor:
+        for number, (norm, f, add) in enumerate(self.layers):
+            if number not in skip:
+                x = add(f(norm(x)), x)
+        return x.tanh()
+
+
+@pytest.mark.parametrize("topology", ["residual-scale", "denseformer", "hc-static", "grn-v1"])
+def test_a_branch_that_was_computed_for_another_unit_is_refused(topology: str) -> None:
+    """It read what the first block that was left out would have read."""
+    model = AddsElsewhere()
+    plain = rewire.compile(model, "residual", example_inputs=(vectors(),))
+    torch.testing.assert_close(plain(vectors(), (1, 2)), model(vectors(), (1, 2)))
+    rewired = rewire.compile(model, topology, example_inputs=(vectors(),))
+    for skip in ((1, 2), (0,)):
+        with pytest.raises(rewire.OutOfOrder, match=r"layers.\d.2' .*test_skipped.* computed from its state after \d "):
+            rewired(vectors(), skip)
+    frozen, _ = rewire.freeze(shaken(rewired, 0.1))
+    with pytest.raises(rewire.OutOfOrder):
+        frozen(vectors(), (1,))
+
+
 def test_chance_is_noticed_when_it_is_compiled() -> None:
     with pytest.raises(rewire.OutOfOrder, match="known which one that was"):
         rewire.compile(AtOnePlaceByChance(), "ancre-ingoing", example_inputs=(vectors(),))
+
+
+class LeavesOneOut(nn.Module):
+    """One of three layers, by chance, is not in the loop (the layer dropout of CaiT in vit-pytorch)."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]) for _ in range(3))
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = int(torch.randint(3, ())) if self.training or self.always else 3
+        for norm, f in [layer for number, layer in enumerate(self.layers) if number != out]:
+            x = x + f(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_chance_is_noticed_where_as_many_others_run(always: bool) -> None:
+    drawn = [int(torch.manual_seed(seed) and torch.randint(3, ())) for seed in (0, 1)]
+    assert drawn[0] != drawn[1]
+    with pytest.raises(rewire.OutOfOrder, match=r"'layers.\d.1' runs in place of" if always else "known which one"):
+        rewire.compile(LeavesOneOut(always), "residual-scale", example_inputs=(vectors(),))
 
 
 def test_a_block_that_never_ran_is_said() -> None:

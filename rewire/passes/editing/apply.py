@@ -86,7 +86,8 @@ def _gate(
         trunk = connection.trunk
         held = (model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]) if trunk and begins else None
         outside, read_below = plan.outside.get(name, False), name in plan.read_below
-        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, held=held)
+        given = name in plan.branch_given
+        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, given, held=held)
 
     entries = [entry(name, adds) for name, adds in plan.adds.items()]
     if plan.method:

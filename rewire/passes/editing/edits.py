@@ -229,6 +229,7 @@ class FunctionPlan:
         begins: where trunks begin in it: names of parameters, or the place of an expression.
         begins_inside: trunks that, in some calls, begin in a function that it calls.
         read_below: trunks that begin in it, and whose first reader is a function that it calls.
+        branch_given: trunks of which the first branch that it adds is computed before it is called, in some calls.
         norms: paths, below the module, of norms that follow a read, and why one cannot be fused.
         outside: for each trunk, whether some calls have no stream, in all flows.
         ran: expressions that ran.
@@ -249,6 +250,7 @@ class FunctionPlan:
     begins: dict[str, Any] = dataclasses.field(default_factory=dict)
     begins_inside: set[str] = dataclasses.field(default_factory=set)
     read_below: set[str] = dataclasses.field(default_factory=set)
+    branch_given: set[str] = dataclasses.field(default_factory=set)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
     ran: set[Span] = dataclasses.field(default_factory=set)

@@ -144,6 +144,8 @@ class _Planner:
             self._check_one_start(function)
             return
         function.adds.setdefault(self.name, {})[start] = len(inside)
+        if inside and not all(scope.holds(op.scope) for op in self.adds[start].own):
+            function.branch_given.add(self.name)
         check_returns(self.carriers, scope)
         number = function.trunks.index(self.name)
         value = self.chain.entry if scope in (self.carriers.begin, self.carriers.first) else None
