@@ -167,6 +167,17 @@ def test_what_choosing_shows_on_new_seeds() -> None:
     assert f"best of {len(tried)} settings is the best for both" in text
     assert {**mhc["setting"], "connections": 0} == {**plain["setting"], "connections": 0}
 
+    between = json.loads((RESULTS / "choosing" / "deep_again_12.json").read_text())
+    mhc, plain, other = between["rows"]
+    assert between["about"]["layers"] == 12 and between["baseline"] == plain["name"] and plain["mean"] < other["mean"]
+    middle = difference([*plain["losses"].values()], [*mhc["losses"].values()])
+    assert f"{_told(middle)}, p = {mhc['p']:.3f}, and lower on {_ahead(middle)} of 8 seeds" in text
+    learned = difference([*mhc["controls"]["end"].values()], [*mhc["losses"].values()])
+    assert f"from scratch, it is by {_told(learned)}: that" in text and learned.low < 0 < learned.high
+    deep = difference(best, losses["mhc"])
+    assert f"{gain.mean:+.3f}, {middle.mean:+.3f} and {deep.mean:+.3f} at 6, 12 and 24 layers" in text
+    assert middle.high < deep.low < gain.high
+
     (higher,) = [run["loss"] for run in rows["muddformer:norms=True"]["search"] if run["connections"] == 64]
     (chosen,) = [run["loss"] for run in before["muddformer:norms=True"]["search"] if run["connections"] == 16]
     assert f"is worse on that seed ({higher:.3f}, {chosen:.3f} at times 16)" in " ".join(page.split())

@@ -121,7 +121,8 @@ def main() -> None:
         if all(other.setting != of_plain for other in rows if other.contender == PLAIN):  # is it the setting alone?
             rows.append(row(f"residual, the setting of {name}", PLAIN, of_plain, []))
         _write(rows, about, storage, given.out)
-        if difference(rows[0].losses, rows[at].losses).low > 0:
+        plain = min((other for other in rows if other.contender == PLAIN), key=lambda other: other.mean)
+        if difference(plain.losses, rows[at].losses).low > 0:
             rows[at] = controlled(rows[at])
             _write(rows, about, storage, given.out)
 
