@@ -154,13 +154,14 @@ class Depth:
         if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
         if not entry.begins:
+            before = next(iter(entry.adds))
+            giver = "the block before it returns" if before else "its caller had, not a slice of it, say"
             raise OutOfOrder(
-                f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
-                f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
-                "returns. Call the blocks in the model's order and hand on what they return. What changes hidden "
-                "states between blocks belongs in a forward hook of a block, or has to happen on the inputs that the "
-                "model is rewired with, too; of a model that was cut for pipeline parallelism, call "
-                "rewire.pipeline_stage on every stage."
+                f"block '{self.block}' was given a plain tensor, but it belongs after residual add {before} of trunk "
+                f"'{entry.trunk}' and needs the stream that {giver}. Call the blocks in the model's order and hand on "
+                "what they return. What changes hidden states between blocks belongs in a forward hook of a block, or "
+                "has to happen on the inputs that the model is rewired with, too; of a model that was cut for pipeline "
+                "parallelism, call rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
         cut = value.requires_grad and not torch.is_grad_enabled()
