@@ -116,7 +116,7 @@ class Module:
 
     def _connected(self, cls: type) -> str:
         base = self._qualified(cls)
-        plain = "plain_model"  # a name that no module has which is imported
+        plain = "plain_model"  # the user's file is often model.py, and imported
         return f"""def connected({plain}: {base}) -> {self.root}:
     \"\"\"Make a plain model a rewired one, in place, where it is made otherwise than by calling its class.\"\"\"
     if type({plain}) is not {base}:

@@ -519,7 +519,7 @@ def _units(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]
     """The unit of each add: each element of the container is a unit, and so is each further call of the same element.
 
     Args:
-        flow: what was found.
+        flow: the operations that ran.
         chain: the residual adds.
         sites: the description of each add.
         above: the parts of the container's path.

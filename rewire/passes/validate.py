@@ -141,16 +141,8 @@ def _run_by_chance(
     seen = _what_happens(rewired, inputs, seed=1, kinds=kinds, ran=ran)
     if seen is None:
         return []
-    before, after = set(map(_block, names)), set(map(_block, ran))
-    others = {_kind(name): name for name in ran if _block(name) not in before}
     skipped = {trunks[name].sites[site].name for name, what, site in seen if what == "skip"}
-    for name in sorted(names - skipped):
-        if _kind(name) in others and _block(name) not in after:
-            raise OutOfOrder(
-                f"in training mode the model takes another way by chance: '{others[_kind(name)]}' runs in "
-                f"place of '{name}', in a loop that adds the outputs of both at one place. Nothing tells which of them "
-                "did not run: make the adds in the forwards of blocks, or let all of them run"
-            )
+    _check_exchanged(names, names - skipped, ran)
     lost = trained.difference(name for name, _, _ in seen)
     lost = lost and lost.difference(name for name, _, _ in _what_happens(rewired, inputs, seed=0) or ())
     if lost:
@@ -159,6 +151,25 @@ def _run_by_chance(
             "functions, through something that is not copied with the model (a list of methods, a closure, a global)"
         )
     return [(name, site) for name, what, site in seen if what == "skip"]
+
+
+def _check_exchanged(names: Collection[str], expected: Collection[str], ran: Collection[str]) -> None:
+    """Raise OutOfOrder if blocks without residual adds in the trunks ran in place of some that have them.
+
+    Args:
+        names: of the trunks' branches.
+        expected: of those that no stream skipped.
+        ran: modules of the same `_kind`s that ran.
+    """
+    known, blocks = set(map(_block, names)), set(map(_block, ran))
+    others = {_kind(name): name for name in sorted(ran) if _block(name) not in known}
+    for name in sorted(expected):
+        if _kind(name) in others and _block(name) not in blocks:
+            raise OutOfOrder(
+                f"in training mode the model takes another way by chance: '{others[_kind(name)]}' runs in "
+                f"place of '{name}', in a loop that adds the outputs of both at one place. Nothing tells which of them "
+                "did not run: make the adds in the forwards of blocks, or let all of them run"
+            )
 
 
 def _note(ran: set[str], path: str, _module: nn.Module, _args: object) -> None:

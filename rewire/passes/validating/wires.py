@@ -127,6 +127,6 @@ def _is_cut(x: Tensor | None, state: Tensor) -> bool:
     if state is x:
         return False
     drawn = torch.Generator().manual_seed(0)  # the model's own random numbers follow
-    seen = torch.rand(state.shape, generator=drawn, dtype=torch.float64).to(state)
+    seen = torch.rand(state.shape, generator=drawn, dtype=torch.float64, device="cpu").to(state)
     (grad,) = torch.autograd.grad(state, x, seen, retain_graph=True, allow_unused=True)
     return grad is None or not bool(grad.any())
