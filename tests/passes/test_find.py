@@ -267,6 +267,17 @@ class Staged(nn.Module):
         return self.up[0](self.down[0](x))
 
 
+class WithAnAdd(Encoder):
+    """An encoder that adds something before its layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.own(x))
+
+
 class InParts(nn.Module):
     """One stream through lists of blocks, a block by itself, and a module with a list of blocks."""
 
@@ -282,6 +293,15 @@ class InParts(nn.Module):
         for block in self.late:
             x = block(x)
         return self.encoder(x)
+
+
+class BlockThenEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.encoder = Adding(), WithAnAdd()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.block(x))
 
 
 class AddsToParts(nn.Module):
@@ -308,6 +328,8 @@ def test_the_elements_of_several_containers_are_units(given: tuple[Tensor, ...])
     assert trunk.units == (1, 2, 3, 4, 5)
     (trunk,) = rewire.inspect(Staged(), example_inputs=given or None).trunks
     assert trunk.units == (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)
+    (trunk,) = rewire.inspect(BlockThenEncoder(), example_inputs=given or None).trunks
+    assert trunk.units == (1, 1, 2, 3, 3, 4, 4)
 
 
 class Joint(nn.Module):
