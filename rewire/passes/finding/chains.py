@@ -7,6 +7,7 @@ a view) may come in between, anywhere in the model's code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence, Set
 from types import CodeType
@@ -328,13 +329,20 @@ def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
     block, after = last.block()[-1], _after(flow, last.op, sums)
     if len(chain.adds) > 1 and block.holds(chain.home()):
         # All adds are in one forward, and the final norm follows: only what follows the other adds, too, counts.
-        alike = [a for a in chain.adds[:-1] if (a.op.scope.code, a.op.place) == (last.op.scope.code, last.op.place)]
-        names = [op.name for op in alike[-1].post] if alike else []
-        if names and [op.name for op in after[: len(names)]] == names:
-            last.post = after[: len(names)]
+        written = functools.partial(_expression, chain.home())
+        alike = [add for add in chain.adds[:-1] if written(add.op) == written(last.op)]
+        post = [written(op) for op in alike[-1].post] if alike else []
+        if [written(op) for op in after[: len(post)]] == post:
+            last.post = after[: len(post)]
         return
     leaving = (op for op in (last.op, *after) if block.holds(op.scope) and _leaves(flow, op, block))
     last.post, _ = _split(between(last.op, next(leaving, last.op), weights=False) - {last.op}, last.op)
+
+
+def _expression(home: Scope, op: Op) -> tuple[str, list[Place | None]]:
+    """An operation's name, and where ``home`` calls it: the same in each pass of a loop."""
+    inside = itertools.takewhile(lambda scope: scope is not home, op.scope.outward())
+    return op.name, [op.place, *(scope.call for scope in inside)]
 
 
 def _leaves(flow: Flow, op: Op, block: Scope) -> bool:

@@ -77,6 +77,18 @@ def test_what_follows_the_last_add_is_compared_with_those_of_its_own_expression(
     assert [[op.name for op in add.post] for add in chain.adds] == [[], ["relu"], ["relu"]]
 
 
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("norm", ["F.layer_norm(x, (8,))", "block.f[0](x)"])
+def test_a_final_norm_in_place_of_the_last_ones_own_is_none_of_the_loops(norm: str, outside: bool) -> None:
+    """As in x-transformers with ``pre_norm=False``."""
+    loop = f"for n, block in enumerate(self.blocks):\n    x = x + block.f(x)\n    if n < 2:\n        x = {norm}"
+    net = written_net(body=loop if outside else f"{loop}\nx = {norm}")
+    net = nn.Sequential(net, nn.LayerNorm(8)) if outside else net
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    (connection,) = rewire.connections(rewired).values()
+    assert connection.layout.posts == {0, 1}
+
+
 @pytest.mark.parametrize("last", ["layer_norm", "relu"])
 def test_what_a_block_does_behind_its_add_belongs_to_the_last_one_too(last: str) -> None:
     """Whatever the other blocks do there; what follows the blocks does not."""
