@@ -57,7 +57,7 @@ class Finding:
         left: adds and trunks that were left alone, and why.
         again: further chains through the code of a trunk, as in a model that encodes two inputs.
         dropped: names of adds that a run in training mode left out.
-        gone: residual adds of trunks that were left alone.
+        gone: the residual adds of trunks that were left alone.
     """
 
     flow: Flow
@@ -66,7 +66,7 @@ class Finding:
     left: list[LeftAlone]
     again: list[Chain] = dataclasses.field(default_factory=list)
     dropped: set[str] = dataclasses.field(default_factory=set)
-    gone: set[Op] = dataclasses.field(default_factory=set)
+    gone: list[Chain] = dataclasses.field(default_factory=list)
 
     @property
     def report(self) -> Report:
@@ -86,8 +86,8 @@ class Finding:
 
     def leave(self, name: str, why: str, place: str = "", written: str = "") -> None:
         """Leave a trunk alone."""
-        self.gone |= {add.op for add in self.chains[name].adds}
-        del self.trunks[name], self.chains[name]
+        self.gone.append(self.chains.pop(name))
+        del self.trunks[name]
         self.left.append(LeftAlone(name, why, place, written))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -179,6 +180,7 @@ class _Planner:
             self._check_one_first(value, scope)
             check_whole(value, function.text, at)
             norm, item = self._norm(scope, start, value), self._item_made(value, scope)
+            self._check_started_once(scope, at, item)
             over = overwritten(self.flow, [value], self.adds[0])
             function.put(("open", at, item), Open(at, number, norm, item, over))
 
@@ -192,6 +194,20 @@ class _Planner:
                 f"the residual stream starts in a function inside {self.sources.plan(scope).text.where()} that runs "
                 f"{len(runs)} times, of which one makes its first state: make that in a statement by itself"
             )
+
+    def _check_started_once(self, scope: Scope, at: Span, item: Item | None) -> None:
+        """Refuse an expression that a loop runs again to start another trunk, which is left alone."""
+        others = [*(chain for name, chain in self.found.chains.items() if name != self.name), *self.found.gone]
+        for op in (chain.entry for chain in others if scope.holds(chain.entry.scope)):
+            place = op.place
+            for inner in itertools.takewhile(lambda inner: inner is not scope, op.scope.outward()):
+                place = inner.call
+            if place is not None and place_of(*place) == at and self._item_made(op, scope) == item:
+                text = self.sources.text(scope)
+                raise EditError(
+                    f"the expression at {text.where(text.nodes[at][0])}, where the residual stream starts, runs again "
+                    "and starts another one: make what the loop around it runs a module or a method"
+                )
 
     def _check_start(self, scope: Scope, name: str, item: Item | None) -> None:
         """Refuse a parameter at which another trunk starts, or may start, too: nothing would tell them apart."""

@@ -146,7 +146,7 @@ def check_add(found: Finding, add: Add) -> None:
             f"`{written}` at {where} runs {len(made)} times in one call of '{name}', in a loop in whose passes the "
             "stream begins anew: make what the loop runs a module or a method"
         )
-    if others and found.gone.issuperset(others):
+    if others and {other.op for chain in found.gone for other in chain.adds}.issuperset(others):
         raise EditError(
             f"`{written}` at {where} runs {len(made)} times in one call of '{name}', and makes adds of other streams, "
             "too, which are left alone: make what the loop runs a module or a method"

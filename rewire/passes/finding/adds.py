@@ -337,12 +337,14 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
 
 
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
-    """The branch, if a block adds what the block before it computed (``x, residual = norm(x, residual)``).
+    """The branch of an add to another add's sum, if functions further out compute it. A mask of each block is no sum.
 
-    The function has to get both, and the state has to be a sum itself. A mask that each block adds is no sum.
+    A block gets both, and adds what the block before it computed (``x, residual = norm(x, residual)``); or the other
+    add is the same expression in another block, which returns the sum: the last block may not (RealFormer's scores).
     """
     given = [op for ops in add.scope.arguments.values() for op in ops]
-    if state not in found or not {state, branch} <= {*given}:
+    same = add.place is not None and (add.scope.code, add.place) == (state.scope.code, state.place)
+    if state not in found or not (same or {state, branch} <= {*given}):
         return frozenset()
     region = between(state, branch) - {state}
     return region if any(op.weighted for op in region) else frozenset()
