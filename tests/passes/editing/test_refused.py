@@ -154,15 +154,15 @@ def test_a_loop_whose_adds_are_of_streams_that_start_at_one_place() -> None:
 def test_streams_that_modules_add_to_and_that_start_at_one_place(topology: str) -> None:
     """As those of x-transformers' U-nets (``unet_skips``), whose first halves are connected."""
     block = "x, residual = x\nreturn residual + x"
-    body = "for n, block in enumerate([*self.blocks] * 2):\n    if n > 1 and n % 2 == 0:\n        x = self.stem(x)\n    "
-    net = written_net(block, body + "x = block((block.f(x), x))")
+    body = "for n, block in enumerate([*self.blocks] * 2):\n    if n in (2, 4):\n        x = self.stem(x)\n"
+    net = written_net(block, body + "    x = block((block.f(x), x))")
     rewired = rewire.compile(net, topology, example_inputs=(written_input(),))
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [2]
 
 
 def test_scores_that_are_added_up_from_block_to_block() -> None:
     """As in RealFormer: the sum of the last block is read in that block alone."""
-    block = f"x, s = x\nq = x @ x.mT\nif s is None:\n    s = q\nelse:\n    s = s + q\nreturn x + self.f(s @ x), s"
+    block = "x, s = x\nq = x @ x.mT\nif s is None:\n    s = q\nelse:\n    s = s + q\nreturn x + self.f(s @ x), s"
     net = written_net(block, "s = None\nfor block in self.blocks:\n    x, s = block((x, s))")
     rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
     assert sorted(len(c.layout.units) for c in rewire.connections(rewired).values()) == [2, 3]
