@@ -139,11 +139,12 @@ class Sources:
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """The expression that names a function at its call, and whether it always means that function.
 
-        It is what is called. In ``checkpoint(function, x)``, whose name means another function, it is the argument.
+        It is what is called; in ``checkpoint(function, x)``, the argument, as where a name means another function.
         """
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
-        for node in (call.func, *call.args[:1]):
+        given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "function")]
+        for node in given if scope.checkpointed else (call.func, *given):
             known = uncompiled(global_of(node, caller))
             if not isinstance(known, FunctionType):
                 return node, False

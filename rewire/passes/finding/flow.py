@@ -58,6 +58,7 @@ class Scope:
         call: the place of the call in the parent's code; None if unknown.
         helper: whether it is a function that a forward calls, rather than a forward.
         bare: whether it is a forward that was called as a function, rather than through its module.
+        checkpointed: whether it is a helper that activation checkpointing runs, to which the parent passes it.
         arguments: parameters that hold tensors: name -> the operations that made them.
         places: of parameters that are containers: name -> the indices, keys and fields that lead to each of these.
         results: the operations that made the returned tensors, where known.
@@ -76,6 +77,7 @@ class Scope:
     call: Place | None = None
     helper: bool = False
     bare: bool = False
+    checkpointed: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     places: dict[str, list[tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)

@@ -82,6 +82,7 @@ class Frames:
         for inner in reversed(frames):
             if scope.code is None or not holds(scope.code, inner.f_code):  # else a comprehension or closure
                 scope, checkpoint = self._helper(scope, place, inner), None
+                scope.checkpointed = inner in again
             else:
                 checkpoint = checkpoint or (place if inner in again else None)
                 if checkpoint is not None:

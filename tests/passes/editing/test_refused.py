@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from written_nets import BODY, assert_right, written_input, written_net
 
 import rewire
@@ -139,6 +140,63 @@ def test_checkpoints_of_closures_that_run_several_blocks() -> None:
     x, rewired = written_input(), rewire.compile(net, "ancre-ingoing", example_inputs=(written_input(),))
     with torch.no_grad():
         torch.testing.assert_close(rewired(x), net(x))
+
+
+class Edges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.f((x * y).tanh()), y
+
+
+class Nodes(Edges):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y + self.f((x * y).tanh())
+
+
+class Segments(nn.Module):
+    """Two streams through checkpointed closures, as in GraphCast's processor."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run, self.layers = run, nn.ModuleList(kind() for _ in range(4) for kind in (Edges, Nodes))
+
+    def segment(self, a: int) -> Any:
+        def custom(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            for layer in self.layers[a : a + 4]:
+                x, y = layer(x, y)
+            return x, y
+
+        return custom
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for a in (0, 4):
+            x, y = self.run(self.segment(a), x, y, use_reentrant=False)
+        return torch.cat([x, y])
+
+
+class ByName(Segments):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for a in (0, 4):
+            x, y = checkpoint(self.segment(a), x, y, use_reentrant=False)
+        return torch.cat([x, y])
+
+
+class Renamed(Segments):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        run = self.run
+        for a in (0, 4):
+            x, y = run(self.segment(a), x, y)
+        return torch.cat([x, y])
+
+
+@pytest.mark.parametrize("kind", [Segments, ByName, Renamed])
+def test_closures_of_two_streams_under_any_name_of_checkpoint(kind: type[Segments]) -> None:
+    net, given = kind(functools.partial(checkpoint, use_reentrant=False)), (written_input(), written_input())
+    rewired = rewire.compile(net, "denseformer", example_inputs=given)
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [4, 4]
 
 
 def test_a_loop_whose_adds_are_of_streams_that_start_at_one_place() -> None:
