@@ -81,7 +81,8 @@ class Carriers:
         while self._is_function(home[-1]):  # its caller has to call another function
             home.pop()
         found: dict[Scope, None] = {}
-        for scope in (self.begin, *self._casting(), *(add.op.scope for add in self.adds)):
+        others = (*self._casting(), *self._reading(home[-1]))
+        for scope in (self.begin, *others, *(add.op.scope for add in self.adds)):
             found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]) if home[-1].holds(scope) else ())
         return list(found)
 
@@ -98,6 +99,14 @@ class Carriers:
         calls = (call for scope in scopes for call in scope.outward() if call.code in code)
         calls = (call for call in calls if not self.stage.keys().isdisjoint(call.results))  # no norm that only reads it
         return [call for call in calls if call not in adding and call not in posts]
+
+    def _reading(self, home: Scope) -> list[Scope]:
+        """Blocks of other streams that read this one, too, and return it: the edge blocks of a graph network."""
+        adding = {scope for add in self.adds for scope in add.op.scope.outward()}
+        users = (user for op in self.stage for user in self.flow.users[op] if user not in self.on_way)
+        calls = dict.fromkeys(call for user in users for call in user.scope.outward() if home.holds(call))
+        given = {call: {op for ops in call.arguments.values() for op in ops if op in self.stage} for call in calls}
+        return [call for call in calls if call not in adding and not given[call].isdisjoint(call.results)]
 
     def _is_function(self, scope: Scope) -> bool:
         """Whether a call is of a helper that is no method."""

@@ -142,18 +142,26 @@ def test_checkpoints_of_closures_that_run_several_blocks() -> None:
         torch.testing.assert_close(rewired(x), net(x))
 
 
+def joined(x: Tensor, y: Tensor) -> Tensor:
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        raise TypeError(f"{type(x)}, {type(y)}")
+    return (x * y).tanh()
+
+
 class Edges(nn.Module):
+    """Reads both streams and changes one."""
+
     def __init__(self) -> None:
         super().__init__()
         self.f = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.f((x * y).tanh()), y
+        return x + self.f(joined(x, y)), y
 
 
 class Nodes(Edges):
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x, y + self.f((x * y).tanh())
+        return x, y + self.f(joined(x, y))
 
 
 class Segments(nn.Module):
@@ -184,6 +192,13 @@ class ByName(Segments):
         return torch.cat([x, y])
 
 
+class Unchecked(Segments):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return torch.cat([x, y])
+
+
 class Renamed(Segments):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         run = self.run
@@ -192,7 +207,7 @@ class Renamed(Segments):
         return torch.cat([x, y])
 
 
-@pytest.mark.parametrize("kind", [Segments, ByName, Renamed])
+@pytest.mark.parametrize("kind", [Segments, ByName, Renamed, Unchecked])
 def test_closures_of_two_streams_under_any_name_of_checkpoint(kind: type[Segments]) -> None:
     net, given = kind(functools.partial(checkpoint, use_reentrant=False)), (written_input(), written_input())
     rewired = rewire.compile(net, "denseformer", example_inputs=given)
