@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
+import tokenize
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -201,10 +203,13 @@ class _Editor:
 
     def _is_bare(self, node: ast.Tuple) -> bool:
         """Whether a tuple has no brackets of its own: ``(x, y), mask``."""
-        start, _ = self.text.span(node)
-        if not node.elts:
-            return False
-        return self.text.text[start] != "(" or self.text.span(node.elts[0])[0] == start
+        start, end = self.text.span(node)
+        depth = 0
+        for token in tokenize.generate_tokens(io.StringIO(self.text.text[start:end]).readline):
+            depth += (token.string in ("(", "[", "{")) - (token.string in (")", "]", "}"))
+            if token.string == "," and depth == 0:
+                return True
+        return False
 
     def _reach(self, edit: Reach) -> list[Change]:
         """A ``reach`` line after a statement."""

@@ -455,3 +455,25 @@ def test_the_state_behind_what_may_be_missing(seen: bool, unpacks: bool) -> None
         for recorded in (True, False):
             with torch.set_grad_enabled(recorded):
                 torch.testing.assert_close(rewired(given)[0], model(given)[0])
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "(x), x.mean()",
+        "(x), (x.mean())",
+        "((x), x.mean())",
+        "(x if c else x + 0), c",
+        "(x, c)[0], (x, c)",
+        '(x), ")),"',
+        "(\n    x,  # ), (\n    c\n)",
+    ],
+)
+def test_tuples_with_and_without_brackets_of_their_own(returned: str) -> None:
+    """Also where the example does not run."""
+    block = "c = True\nx = x + self.f(x)\nx = x + self.g(x)\n"
+    assert_right(written_net(f"{block}return {returned}", "for block in self.blocks:\n    x, _ = block(x)"), adds=6)
+    body = f"c = True\nfor block in self.blocks:\n    x = x + block.f(x)\nif len(x) == 1:\n    return {returned}"
+    net, one = written_net(body=body), written_input()[:1]
+    rewired = rewire.compile(net, example_inputs=(written_input(),))
+    assert [*map(type, rewired(one))] == [*map(type, net(one))]
