@@ -203,11 +203,13 @@ class Reach:
     Attributes:
         names: of the variables.
         trunks: indices of the trunks among those of the function.
+        before: whether they have ended before the statement, an early exit's first.
     """
 
     at: Span
     names: tuple[str, ...]
     trunks: tuple[int, ...]
+    before: bool = False
 
 
 Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach
@@ -334,7 +336,7 @@ def _merged(a: Any, b: Any) -> Any:
         return None
     if isinstance(a, Reach):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
-        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
+        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)), a.before)
     if isinstance(a, Project) and a.module and b.module and a.way in "qkv" and b.way in "qkv":
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))

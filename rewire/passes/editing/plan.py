@@ -44,11 +44,11 @@ from rewire.passes.editing.variables import (
     assigned,
     behind,
     calls_around,
+    ended,
     is_conditional,
     is_one_of_several,
     only_returned,
     place_returned,
-    returns_in,
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
@@ -495,9 +495,10 @@ class _Planner:
             return  # all of them run
         if last is not None:
             function.adds.setdefault(self.name, {})
-            for at, names in (last, *returns_in(function.text, *last)):
-                if names:
-                    function.put(("reach", at), Reach(at, names, (function.trunks.index(self.name),)))
+            trunks = (function.trunks.index(self.name),)
+            function.put(("reach", last[0]), Reach(*last, trunks))
+            for at, names in ended(function.text, calls, last[1]):
+                function.put(("reach before", at), Reach(at, names, trunks, before=True))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that is first to read the stream's value in ``scope``, if a kernel may compute it with the read."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from rewire.code.text import Span, Text, span_of, within
 from rewire.passes.editing.additions import written_to
+from rewire.passes.editing.ends import ends
 
 #: Attributes of a stream that do not read it.
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
@@ -72,15 +73,16 @@ def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[
     return found
 
 
-def returns_in(text: Text, at: Span, names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
-    """The returns inside the statement at a place, and the variables that have a value there."""
-    around = [node for node in text.nodes.get(at, []) if isinstance(node, ast.stmt)]
-    found = [node for node in ast.walk(text.tree) if isinstance(node, ast.Return)]
-    found = [node for node in found if any(each in around for each in text.above(node))]
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in found if next(n for n in text.above(node) if isinstance(n, functions)) is text.tree]
+def ended(text: Text, calls: Sequence[Span], names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
+    """The statements, inside others, at which a trunk ends early, and the variables that have a value there."""
+    nodes = [node for at in calls for node in text.nodes.get(at, []) if isinstance(node, ast.Call)]
+    if any(_is_inside(text, node) for node in nodes):
+        return []  # it is unknown when they run
+    alike = [each for each in ast.walk(text.tree) if isinstance(each, ast.Call)]
+    alike = [each for each in alike if any(_alike(text, each, node) for node in nodes)]
+    found = [node for node in ends(text, [*nodes, *alike], {*names}) if node not in text.tree.body]
     bound = [(span_of(node), _bound_before(text, node)) for node in found]
-    return [(place, tuple(name for name in names if name in known)) for place, known in bound]
+    return [(place, kept) for place, known in bound if (kept := tuple(name for name in names if name in known))]
 
 
 #: Methods by which an object stores a value: ``hidden.append(x)``.

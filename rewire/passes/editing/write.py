@@ -212,15 +212,12 @@ class _Editor:
         return False
 
     def _reach(self, edit: Reach) -> list[Change]:
-        """A ``reach`` line after a statement."""
+        """A ``reach`` line after a statement, or before it."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
         lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
-        if isinstance(statement, ast.Return):
-            start, _ = self.text.span(statement)
-            return [Change(start, start, lambda _: "".join(f"{line}; " for line in lines))]
-        return self._line_behind(statement, *lines)
+        return self._before(statement, *lines) if edit.before else self._line_behind(statement, *lines)
 
     def _open(self, edit: Open) -> list[Change]:
         return [*self._made("open", edit), *self._behind_if(edit)]
@@ -288,6 +285,15 @@ class _Editor:
             )
         call = f"{name.id} = {self.depth}.{method}({', '.join([name.id, *how])})"
         return self._line_behind(element, call)
+
+    def _before(self, statement: ast.stmt, *lines: str) -> list[Change]:
+        """Lines before a statement; on its own line if others stand there, or if it is a simple ``return``."""
+        start, _ = self.text.span(statement)
+        first = self.text.text.rfind("\n", 0, start) + 1
+        indent = self.text.text[first:start]
+        if indent.strip() or isinstance(statement, ast.Return):
+            return [Change(start, start, lambda _: "".join(f"{line}; " for line in lines))]
+        return [Change(first, first, lambda _: "".join(f"{indent}{line}\n" for line in lines), indent=len(indent))]
 
     def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
         """Lines after the statement that contains ``node``, unless nothing can run there."""

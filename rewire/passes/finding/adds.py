@@ -203,14 +203,14 @@ def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
 
 def _from_a_state(op: Op, shortcut: Op, branch: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
     """The add of a branch to a shortcut, which may be a cast or a view of the state."""
-    state = shortcut
+    state, reader = shortcut, op
     while True:
-        region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
+        region = _branch(op, state, branch, flow, reader) or _left_over(op, state, branch, found)
         if region:
             return Add(op, shortcut, state, state, [branch], region)
         if not keeps_values(state):
             return None
-        state = state.inputs[0]
+        state, reader = state.inputs[0], state
 
 
 def _of_a_part(op: Op, flow: Flow) -> Add | None:
@@ -253,7 +253,7 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
         return {}
     for shortcut, branch in itertools.permutations(operands, 2):
         state, why = _combined(op, shortcut)
-        region = _branch(op, state, branch, flow) if why else frozenset()
+        region = _branch(op, state, branch, flow, op) if why else frozenset()
         if region:
             return {Add(op, shortcut, state, state, [branch], region): why}
     return {}
@@ -263,7 +263,7 @@ def _added_by_kernel(op: Op, flow: Flow) -> dict[Add, str]:
     """A near miss in a kernel without visible operations, such as a fused add and norm, whose result equals the sum."""
     live = [source for source in op.inputs if not source.constant and source.shape == op.shape is not None]
     pairs = [pair for pair in itertools.permutations(live, 2) if flow.tensors and _is_sum_by_value(op, *pair, flow)]
-    regions = {pair: _branch(op, *pair, flow) for pair in pairs}
+    regions = {pair: _branch(op, *pair, flow, op) for pair in pairs}
     # Without a region, the branch reads another result of the kernel that made the state.
     fitting = [pair for pair in pairs if regions[pair] or pair[1].weighted]
     if not fitting:
@@ -318,12 +318,15 @@ def _injected(add: Add, found: dict[Op, Add]) -> str:
     return "adds the same value to the residual stream in each pass of a loop" if again else ""
 
 
-def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
+def _branch(add: Op, state: Op, branch: Op, flow: Flow, reader: Op) -> frozenset[Op]:
     """The operations that compute ``branch`` from ``state``; empty if there are none, or none with weights.
+
+    ``reader`` is what reads the state for the addition: that itself, or a cast or a view.
 
     They have to run in the addition's function or in what it calls. They may run in a function further out only if this
     one returns the sum (``BertSelfOutput(hidden, input_tensor)``), or if it completes the branch and continues the
-    stream (SD3's ``post_attention(attn, x)``). So a mask that each block adds is not taken for a stream across blocks.
+    stream (SD3's ``post_attention(attn, x)``). So a mask that each block adds is not taken for a stream across blocks;
+    nor is a shift of all blocks' branches (``x + (scale * f(x) + shift)``).
     """
     if not any(op.weighted for op in between(state, branch) - {state}):
         return frozenset()
@@ -331,9 +334,15 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
         region = between(state, branch, scope) - {state}
         if any(op.weighted for op in region):
             return region
-        if not _returned(add, scope, flow, added_to=scope.holds(branch.scope)):
+        if not _returned(add, scope, flow, added_to=scope.holds(branch.scope)) or _of_all_blocks(state, reader, flow):
             break
     return frozenset()
+
+
+def _of_all_blocks(state: Op, reader: Op, flow: Flow) -> bool:
+    """Whether the expression that reads ``state`` does so in other calls of the same function, too."""
+    calls = {user.scope for user in flow.users[state] if user.place == reader.place}
+    return reader.place is not None and len(calls) > 1
 
 
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:

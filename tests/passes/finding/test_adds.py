@@ -365,3 +365,11 @@ def test_a_mask_that_each_block_adds_is_no_state() -> None:
 def test_a_value_that_a_loop_adds_again_and_again_is_no_stream(body: str, adds: int) -> None:
     """As in looped transformers, and of a time embedding in StyleTTS2: its sums were taken for shortcuts from it."""
     assert_right(written_net(body=body), adds)
+
+
+@pytest.mark.parametrize("shift", ["s", "s.view(2, 3, 8)", "s.double().float()"])
+def test_a_shift_of_the_branches_of_all_blocks_is_no_state(shift: str) -> None:
+    """A FiLM layer whose scale and shift one projection makes for all blocks."""
+    block = f"x, s = x\nh = self.f(x) * s + {shift}\nreturn x + h"
+    net = written_net(block, "s = torch.tanh(self.stem(x))\nfor block in self.blocks:\n    x = block((x, s))")
+    assert_right(net, adds=3)
