@@ -105,7 +105,7 @@ def private(model: M, device: str | None = None) -> M:
             continue
         value = parameter.detach().clone() if changes else parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
-        memo[id(parameter)] = own if type(own) is type(parameter) else parameter
+        memo[id(parameter)] = _with_attributes(own, parameter) if type(own) is type(parameter) else parameter
     return _copied(model, modules, memo)
 
 
@@ -192,7 +192,11 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter around the same memory, with its own attributes: some change when a layer is first called."""
-    made = same_memory(parameter)
+    return _with_attributes(same_memory(parameter), parameter)
+
+
+def _with_attributes(made: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """``made``, with copies of the attributes of a parameter: the forward may ask for them (muP's ``infshape``)."""
     for name, value in vars(parameter).items():
         vars(made)[name] = value if isinstance(value, (Tensor, nn.Module)) else copy.copy(value)
     return made

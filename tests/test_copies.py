@@ -317,3 +317,12 @@ def test_a_proxy_of_what_is_gone_cannot_be_copied() -> None:
     del other
     with pytest.raises(rewire.RewireError, match=r"Scaled cannot be copied.*weakly-referenced object no longer exists"):
         rewire.compile(model, example_inputs=(torch.randn(2, 4),))
+
+
+def test_parameters_keep_their_attributes_in_private_copies() -> None:
+    """A forward may ask for them, as muP's readout layer does."""
+    net = nn.Linear(4, 4)
+    net.weight.scale = [2.0]
+    copied = private(net).weight
+    assert copied is not net.weight and copied.scale == [2.0] and copied.scale is not net.weight.scale
+    assert private(net, "meta").weight.scale == [2.0]

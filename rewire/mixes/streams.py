@@ -321,7 +321,7 @@ def write_and_read(
         branch = branches[0].unsqueeze(-2)
         if _fits(branch, streams):
             both = _product(streams, table, (branch,))
-            return both[..., :-1, :], both[..., -1, :]
+            return both[..., :-1, :], both[..., -1, :].contiguous()  # blocks may take views of it
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)

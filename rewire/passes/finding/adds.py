@@ -35,7 +35,7 @@ ACCUMULATED = "index_put with accumulate=True"
 #: Adds of a branch to some rows, as in stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 #: Operations that only scale a state and add to it.
-_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
+_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "lerp", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Products with a matrix, if that is a weight.
 _MAPS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "einsum"})
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Dropout, nn.Identity)

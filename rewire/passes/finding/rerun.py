@@ -103,7 +103,9 @@ class _Run:
         shape = (*_TOKENS, width) if op.shape is None else op.shape
         dtype = op.dtype or torch.float32
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32, device="cpu")
+            exact = dtype in (torch.float64, torch.complex128)  # as the least number of their masks needs
+            real, both = (torch.float64, torch.complex128) if exact else (torch.float32, torch.complex64)
+            return torch.randn(shape, dtype=both if dtype.is_complex else real, device="cpu")
         return torch.full(shape, self.masked and dtype == torch.bool, dtype=dtype, device="cpu")
 
 

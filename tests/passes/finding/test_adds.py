@@ -373,3 +373,10 @@ def test_a_shift_of_the_branches_of_all_blocks_is_no_state(shift: str) -> None:
     block = f"x, s = x\nh = self.f(x) * s + {shift}\nreturn x + h"
     net = written_net(block, "s = torch.tanh(self.stem(x))\nfor block in self.blocks:\n    x = block((x, s))")
     assert_right(net, adds=3)
+
+
+@pytest.mark.parametrize("skip", ["torch.lerp(first, x, 0.3)", "first * 0.7 + x * 0.3"])
+def test_weighted_sums_with_an_earlier_state_are_no_post_norms(skip: str) -> None:
+    body = f"x = self.blocks[0](x)\nfirst = x\nx = self.stem(self.blocks[1](x))\nx = {skip}\nx = self.blocks[2](x)"
+    for trunk in rewire.inspect(written_net(body=body), (torch.randn(2, 3, 8),)).trunks:
+        assert not trunk.post_norm

@@ -177,6 +177,23 @@ def test_each_reads_its_own(attention: type[nn.Module]) -> None:
     check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
 
 
+class OfItsPrecision(Attention):
+    """Its mask has the least number of its precision, which others do not hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.out((q @ k.mT).masked_fill(mask, torch.finfo(x.dtype).min).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_of_a_precision(dtype: torch.dtype) -> None:
+    model = nn.Sequential(*(Block(OfItsPrecision) for _ in range(2))).to(dtype)
+    rewired = rewire.compile(model, "dca", example_inputs=(torch.randn(2, 5, WIDTH, dtype=dtype),))
+    (connection,) = rewire.connections(rewired).values()
+    assert [site.reads_qkv for site in connection.layout.sites] == [True, False] * 2
+
+
 def test_a_second_product_of_positions(caplog: pytest.LogCaptureFixture) -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(OfPositions) for _ in range(2))), torch.randn(2, 5, WIDTH)
     assert projections_of(model, (x,)).paths == ("1.attn.two", "1.attn.three", "1.attn.one")
