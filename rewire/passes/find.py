@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Literal, TypeAlias
 
 import torch
@@ -41,6 +41,10 @@ _ASKS = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference
 NOT_RUN = (
     "it did not run, although the blocks beside it did: it is not connected, and running it in the middle of the "
     "trunk is refused"
+)
+NONE_RAN = (
+    "its blocks, of a class that is connected elsewhere, did not run with the example inputs: they are not connected, "
+    "and compute what those of the plain model do"
 )
 TRAINING_ONLY = "it is a residual stream in training mode only: streams of evaluation mode are connected"
 SINGLE = "a single residual add: there is nothing to connect it with"
@@ -264,6 +268,7 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     for trunk in found.trunks.values():  # of a block that another method ran, the children did
         missed = [path for path in not_run(flows, trunk) if not any(child.startswith(f"{path}.") for child in paths)]
         found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in missed]
+    found.evaluation.left += [LeftAlone(path, NONE_RAN) for path in _never_run(flows[0].model, found.trunks, paths)]
     return found
 
 
@@ -335,6 +340,18 @@ def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
         kinds = {type(child) for path, child in beside.items() if path in blocks}
         missed += [path for path, child in beside.items() if type(child) in kinds and path not in ran]
     return missed
+
+
+def _never_run(model: nn.Module, trunks: Mapping[str, Trunk], ran: Set[str]) -> list[str]:
+    """Paths of modules with several blocks of connected classes, none of which ran: an encoder that had no input."""
+    blocks = [model.get_submodule(site.block) for trunk in trunks.values() for site in trunk.sites if site.block]
+    kinds = {type(block) for block in blocks if not type(block).__module__.startswith("torch.nn.")}
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if type(module) in kinds:
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+    inside = {path.rpartition(".")[0] for path in ran}
+    return [above for above, paths in found.items() if len(paths) > 1 and {*paths}.isdisjoint(ran | inside)]
 
 
 def _inputs_in_words(prepared: Prepared) -> str:

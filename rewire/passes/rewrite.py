@@ -20,7 +20,7 @@ from rewire.passes.editing.other_methods import warn_of_other_methods
 from rewire.passes.editing.plan import plan
 from rewire.passes.editing.refused import check_types
 from rewire.passes.editing.write import edited
-from rewire.passes.find import Found
+from rewire.passes.find import NONE_RAN, Found
 from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import Prepared
 from rewire.runtime.connection import Connection, learned_connections
@@ -68,6 +68,9 @@ def rewrite(
     texted = [(function, texts[key]) for key, function in plans.items()]
     apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
     warn_of_other_methods(found, plans)
+    for each in found.report.left:
+        if each.why == NONE_RAN and not all_of_them:
+            log.warning("'%s': %s", each.path, each.why)
     for name in chosen:
         if found.training is not None and name not in found.training.trunks:
             log.warning("trunk '%s': training mode makes no such residual stream, and may not train its weights", name)

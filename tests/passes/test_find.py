@@ -22,6 +22,7 @@ from models import (
     Stack,
     TwoWidths,
     WithMask,
+    vectors,
     wrapped,
 )
 from torch import Tensor, nn
@@ -445,3 +446,31 @@ def test_a_trace_of_a_write_to_an_attribute_is_given_up() -> None:
     with pytest.raises(rewire.NoResidualAdds):
         rewire.compile(net, validate=False)
     assert [len(trunk.sites) for trunk in rewire.inspect(net, written_input()).trunks] == [6]
+
+
+class Encoders(nn.Module):
+    """One encoder for each kind of input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = (nn.ModuleList(PreNorm() for _ in range(2)) for _ in range(2))
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        done = {}
+        for name, x in given.items():
+            for block in getattr(self, name):
+                x = block(x)
+            done[name] = x
+        return done
+
+
+def test_an_encoder_that_got_no_input_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Its blocks stay as they are."""
+    net, given = Encoders(), {"image": vectors()}
+    assert [each.path for each in rewire.inspect(net, (given,)).left if "did not run" in each.why] == ["text"]
+    caplog.clear()
+    rewired = rewire.compile(net, example_inputs=(given,))
+    assert [*rewire.connections(rewired)] == ["image"] and "'text': its blocks" in caplog.text
+    both = {"image": vectors(), "text": vectors()}
+    torch.testing.assert_close(rewired(both), net(both))
+    assert not [each for each in rewire.inspect(net, (both,)).left if "did not run" in each.why]
