@@ -453,7 +453,7 @@ class Encoders(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = (nn.ModuleList(PreNorm() for _ in range(2)) for _ in range(2))
+        self.image, self.text = (nn.ModuleList(PreNorm(WIDTH) for _ in range(2)) for _ in range(2))
 
     def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         done = {}
@@ -466,11 +466,11 @@ class Encoders(nn.Module):
 
 def test_an_encoder_that_got_no_input_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Its blocks stay as they are."""
-    net, given = Encoders(), {"image": vectors()}
+    net, given = Encoders(), {"image": vectors(width=WIDTH)}
     assert [each.path for each in rewire.inspect(net, (given,)).left if "did not run" in each.why] == ["text"]
     caplog.clear()
     rewired = rewire.compile(net, example_inputs=(given,))
     assert [*rewire.connections(rewired)] == ["image"] and "'text': its blocks" in caplog.text
-    both = {"image": vectors(), "text": vectors()}
+    both = {"image": vectors(width=WIDTH), "text": vectors(width=WIDTH)}
     torch.testing.assert_close(rewired(both), net(both))
     assert not [each for each in rewire.inspect(net, (both,)).left if "did not run" in each.why]
