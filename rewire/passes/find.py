@@ -444,13 +444,18 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
             rows.append((chain, sites))
     found = Finding(flow, {}, {}, left)
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
-        same = (name for name, known in found.trunks.items() if known.sites == tuple(sites))
+        same = (name for name, known in found.trunks.items() if _unkind(known.sites) == _unkind(sites))
         if any(_same_code(chain, found.chains[name]) for name in same):
             found.again.append(chain)
             continue
         trunk = _trunk(flow, chain, sites, found.trunks)
         found.trunks[trunk.name], found.chains[trunk.name] = trunk, chain
     return found
+
+
+def _unkind(sites: Iterable[Site]) -> list[Site]:
+    """Sites without their kinds: one call of an attention may get keys and values from elsewhere."""
+    return [dataclasses.replace(site, kind="") for site in sites]
 
 
 def _same_code(chain: Chain, other: Chain) -> bool:

@@ -474,3 +474,49 @@ def test_an_encoder_that_got_no_input_is_named(caplog: pytest.LogCaptureFixture)
     both = {"image": vectors(width=WIDTH), "text": vectors(width=WIDTH)}
     torch.testing.assert_close(rewired(both), net(both))
     assert not [each for each in rewire.inspect(net, (both,)).left if "did not run" in each.why]
+
+
+class Answering(nn.Module):
+    """An attention that may get keys and values from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, h: Tensor, past: Tensor | None) -> Tensor:
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        k, v = (k, v) if past is None else (past, past)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class AnsweringBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(8), Answering()
+
+    def forward(self, x: Tensor, past: Tensor | None) -> Tensor:
+        return x + self.attn(self.norm(x), past)
+
+
+class Twice(nn.Module):
+    """Runs its blocks with and without such keys, as one that learns to predict them does."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.blocks, self.keys = always, nn.ModuleList(AnsweringBlock() for _ in range(3)), nn.Linear(8, 8)
+
+    def run_blocks(self, x: Tensor, past: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, past)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.run_blocks(x.tanh(), self.keys(x))
+        return y * self.run_blocks(x.sigmoid(), None) if self.training or self.always else y
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static"])
+@pytest.mark.parametrize("always", [False, True])
+def test_two_passes_of_which_one_attends_to_something_else_are_of_one_trunk(always: bool, topology: str) -> None:
+    rewired = rewire.compile(Twice(always), topology, example_inputs=(vectors(),))
+    assert [len(connection.layout.units) for connection in rewire.connections(rewired).values()] == [3]
