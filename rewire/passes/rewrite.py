@@ -73,7 +73,8 @@ def rewrite(
             log.warning("'%s': %s", each.path, each.why)
     for name in chosen:
         if found.training is not None and name not in found.training.trunks:
-            log.warning("trunk '%s': training mode makes no such residual stream, and may not train its weights", name)
+            why = "it adds out of sight there, in TorchScript or a kernel, or not at all, and may not train the weights"
+            log.warning("trunk '%s': training mode makes no such residual stream: %s", name, why)
         show_between(rewired, trunks[name])
     if hasattr(type(rewired), "no_weight_decay") and not is_edited(rewired):
         install(rewired, {}, shared=True)  # so that its repr shows the connection weights, too

@@ -29,8 +29,8 @@ TURNS = frozenset(
 )
 #: All views.
 VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
-#: Indexing: a view if it keeps the number of values.
-_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather"})
+#: Indexing, and padding (up to a multiple of a window, say): views if they keep the number of values.
+_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather", "pad"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Adds of a branch to some rows, as in stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})

@@ -46,6 +46,20 @@ def test_a_trunk_begins_where_a_state_gets_other_dimensions_in_ways_that_are_no_
     assert_right(net, adds=6)
 
 
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static"])
+def test_states_are_padded_alike_up_to_a_multiple_of_a_window(topology: str) -> None:
+    """The example needs no padding, and other inputs do."""
+    net = written_net("n = x.shape[1]\nx = F.pad(x, (0, 0, 0, -n % 4))\nx = x + self.f(x)\nreturn x[:, :n]")
+    rewired = rewire.compile(net, topology, example_inputs=(torch.randn(2, 8, 8),))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 3 and not connection.layout.posts
+    for weight in connection.parameters():
+        nn.init.normal_(weight, 0.5, 0.5)
+    x = torch.randn(2, 7, 8)
+    torch.testing.assert_close(rewired(x)[:, :4], rewired(x[:, :4]))
+    torch.testing.assert_close(rewired(x)[:, 3:], rewired(x[:, 3:]))
+
+
 def test_skips_in_one_forward() -> None:
     body = "states = []\nfor block in self.blocks:\n    x = x + block.f(x)\n    states.append(x)\n"
     assert_right(written_net(body=body + "for h in states[::-1]:\n    x = x + h"), adds=3)
