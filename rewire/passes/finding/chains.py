@@ -71,6 +71,7 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
         taken.update(row)
         rows.append(row)
     rows = [piece for row in rows for piece in _around_others(flow, row, rows)]
+    rows = _by_levels(rows)
     rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
     sums = {add.op for chain in linked for add in chain.adds}
@@ -79,6 +80,26 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
         for add in chain.adds:
             add.others = frozenset(add.region & sums)
     return linked, rejected
+
+
+def _by_levels(rows: list[list[Add]]) -> list[list[Add]]:
+    """The rows, without the skips of a U-Net whose levels run in one loop down and one up.
+
+    The streams of outer levels would wait there while those of inner ones begin and end in the same expressions.
+    """
+    parts = {id(row): [(0, len(row))] for row in rows}
+    for outer, inner in itertools.permutations(rows, 2):
+        for n, (last, first) in enumerate(itertools.pairwise(outer), start=1):
+            if last.op.index > inner[0].op.index or first.op.index < inner[-1].op.index:
+                continue
+            home = around(add.op.scope.chain() for add in (*outer, *inner))[-1]
+            down, up = _place_in(home, last), _place_in(home, first)
+            levels = [_place_in(home, add) for add in inner]
+            if down != up and {down, up} <= {*levels}:
+                end = len(levels) - levels[::-1].index(down)
+                parts[id(outer)] = [(0, n), (n, len(outer))]
+                parts[id(inner)] = [(0, end), (levels.index(up, end), len(inner))] if up in levels[end:] else [(0, end)]
+    return [row[start:end] for row in rows for start, end in parts[id(row)]]
 
 
 def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
@@ -228,6 +249,11 @@ def _holds(add: Add, inner: Collection[Add], beside: Collection[Add]) -> bool:
 def _call_below(scope: Scope, add: Add) -> Place | None:
     """The place in ``scope`` of the call in which an add runs; None if there is none."""
     return next((inner.call for inner in add.op.scope.chain() if inner.parent is scope), None)
+
+
+def _place_in(scope: Scope, add: Add) -> Place | None:
+    """The place in ``scope`` of an add, or of the call in which it runs."""
+    return add.op.place if add.op.scope is scope else _call_below(scope, add)
 
 
 def _starts_inside(one: Add, inner: set[Add], around: Add, follows: dict[Add, Add]) -> bool:

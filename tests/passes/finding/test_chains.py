@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from flows import CODE, Written
+from models import PreNorm, vectors
 from torch import Tensor, nn
 from written_nets import assert_right, written_input, written_net
 
@@ -209,3 +214,48 @@ def test_what_the_last_block_keeps_beside_its_state_is_no_post(kept: str) -> Non
     model = rewire.compile(GoesOn(kept), "hc-dynamic", example_inputs=(torch.randn(2, 8),))
     (connection,) = rewire.connections(model).values()
     assert len(connection.layout.units) == 3 and not connection.layout.posts
+
+
+class Levels(nn.Module):
+    """A U-Net in two loops, as k-diffusion's HDiT; its levels are `torch.nn.Sequential`s of blocks."""
+
+    def __init__(self, skip: Callable[[Tensor, Tensor], Tensor], widths: Sequence[int]) -> None:
+        super().__init__()
+        self.skip, pairs = skip, [*itertools.pairwise(widths)]
+        self.downs, self.ups = (nn.ModuleList(self.level(width) for width, _ in pairs) for _ in range(2))
+        self.merges = nn.ModuleList(nn.Linear(narrow, wide) for narrow, wide in pairs)
+        self.splits = nn.ModuleList(nn.Linear(wide, narrow) for narrow, wide in pairs)
+        self.mid = self.level(widths[-1])
+
+    def level(self, width: int) -> nn.Module:
+        return nn.Sequential(*(PreNorm(width) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down, merge in zip(self.downs, self.merges, strict=True):
+            x = down(x)
+            skips.append(x)
+            x = merge(x)
+        x = self.mid(x)
+        for up, split, skip in reversed([*zip(self.ups, self.splits, skips, strict=True)]):
+            x = self.skip(split(x), skip)
+            x = up(x)
+        return x
+
+
+@pytest.mark.parametrize("skip", [torch.add, lambda x, skip: torch.lerp(skip, x, 0.5), lambda x, skip: x])
+@pytest.mark.parametrize("widths", [(32, 64, 32), (32, 32, 32, 32)])
+def test_levels_that_run_in_one_loop_are_trunks_of_their_own(skip: Any, widths: tuple[int, ...]) -> None:
+    net = Levels(skip, widths)
+    rewired = rewire.compile(net, "denseformer", example_inputs=(vectors(width=32),))
+    levels = {*(f"{way}.{n}" for n in range(len(widths) - 1) for way in ("downs", "ups")), "mid"}
+    assert {name: len(c.layout.units) for name, c in rewire.connections(rewired).items()} == dict.fromkeys(levels, 4)
+
+
+def test_two_streams_of_which_one_loop_runs_the_blocks_are_not_cut() -> None:
+    """Their adds take turns, in both loops."""
+    block = "x, y, f, n = x\nif n % 2:\n    return x, y + f(x)\nreturn x + f(y), y"
+    loops = [f"for n, block in enumerate(self.blocks):\n    x, y = block((x, y, block.{f}, n))\n" for f in "fg"]
+    loops = f"y = x.tanh()\n{''.join(loops)}x = torch.cat([x, y])"
+    trunks = rewire.inspect(written_net(block, loops), (written_input(),)).trunks
+    assert sorted(len(trunk.sites) for trunk in trunks) == [2, 3]  # the first adds what was made of another value
