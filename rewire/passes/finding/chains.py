@@ -72,6 +72,7 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
         rows.append(row)
     rows = [piece for row in rows for piece in _around_others(flow, row, rows)]
     rows = _by_levels(rows)
+    rejected.update(dict.fromkeys({*adds}.difference(*rows), LONG))
     rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
     sums = {add.op for chain in linked for add in chain.adds}

@@ -250,6 +250,8 @@ def test_levels_that_run_in_one_loop_are_trunks_of_their_own(skip: Any, widths: 
     rewired = rewire.compile(net, "denseformer", example_inputs=(vectors(width=32),))
     levels = {*(f"{way}.{n}" for n in range(len(widths) - 1) for way in ("downs", "ups")), "mid"}
     assert {name: len(c.layout.units) for name, c in rewire.connections(rewired).items()} == dict.fromkeys(levels, 4)
+    left = [each for each in rewire.inspect(net, (vectors(width=32),)).left if each.why == LONG]
+    assert len(left) == (skip is torch.add) * (len(widths) - 1)
 
 
 def test_two_streams_of_which_one_loop_runs_the_blocks_are_not_cut() -> None:
