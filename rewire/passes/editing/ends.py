@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 from rewire.code.text import Text
 
 
-def ends(text: Text, calls: Sequence[ast.Call], names: Set[str]) -> list[ast.stmt]:
+def ends(text: Text, calls: Sequence[ast.AST], names: Set[str]) -> list[ast.stmt]:
     """The statements at which a trunk ends on a way through the code that leaves out blocks, as an early exit does.
 
     No block runs from there on, while one may run on other ways from the statement before; and the code from there on
@@ -16,7 +16,7 @@ def ends(text: Text, calls: Sequence[ast.Call], names: Set[str]) -> list[ast.stm
 
     Args:
         text: of the function.
-        calls: calls of blocks; none is in a nested function.
+        calls: what calls blocks; nothing in a nested function.
         names: variables that may hold the stream.
     """
     walk = _Walk(text, {node for call in calls for node in (call, *text.above(call))}, names)

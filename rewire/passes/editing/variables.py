@@ -39,8 +39,7 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
 
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
     """The last statement that calls blocks, and the variables in which it may leave a stream."""
-    nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
-    nodes = [node for node in nodes if not _is_inside(text, node)]  # a nested function has variables of its own
+    nodes = _calls_at(text, calls)
     statements = _statements(text, nodes)
     if not statements or isinstance(statements[-1], ast.Return):
         return None
@@ -76,13 +75,31 @@ def _made_of(text: Text, calls: Sequence[ast.Call], statement: ast.stmt) -> set[
 def ended(text: Text, calls: Sequence[Span], names: Sequence[str]) -> list[tuple[Span, tuple[str, ...]]]:
     """The statements, inside others, at which a trunk ends early, and the variables that have a value there."""
     nodes = [node for at in calls for node in text.nodes.get(at, []) if isinstance(node, ast.Call)]
-    if any(_is_inside(text, node) for node in nodes):
-        return []  # it is unknown when they run
-    alike = [each for each in ast.walk(text.tree) if isinstance(each, ast.Call)]
-    alike = [each for each in alike if any(_alike(text, each, node) for node in nodes)]
-    found = [node for node in ends(text, [*nodes, *alike], {*names}) if node not in text.tree.body]
+    every = [each for each in ast.walk(text.tree) if isinstance(each, ast.Call)]
+    alike = [span_of(each) for each in every if any(_alike(text, each, node) for node in nodes)]
+    found = [node for node in ends(text, _calls_at(text, [*calls, *alike]), {*names}) if node not in text.tree.body]
     bound = [(span_of(node), _bound_before(text, node)) for node in found]
     return [(place, kept) for place, known in bound if (kept := tuple(name for name in names if name in known))]
+
+
+def _calls_at(text: Text, places: Iterable[Span]) -> list[ast.Call]:
+    """Calls at these places; in place of one in a nested function, those that call that function, or get it."""
+    nodes = [node for at in places for node in text.nodes.get(at, []) if isinstance(node, ast.Call)]
+    return [call for node in nodes for call in _called_by(text, node)]
+
+
+def _called_by(text: Text, node: ast.AST, seen: Set[ast.AST] = frozenset()) -> list[ast.Call]:
+    kinds = (ast.FunctionDef, ast.Lambda)
+    inner = next((each for each in text.above(node) if isinstance(each, kinds) and each is not text.tree), None)
+    if inner is None:
+        return [node] if isinstance(node, ast.Call) else []
+    if inner in seen:  # functions that call each other
+        return []
+    names = {inner.name} if isinstance(inner, ast.FunctionDef) else _targets(text, inner)
+    uses = [each for each in ast.walk(text.tree) if isinstance(each, ast.Name) and each.id in names]
+    uses = [each for each in uses if isinstance(each.ctx, ast.Load) and inner not in text.above(each)]
+    above = [each for use in (*uses, inner) for each in text.above(use) if isinstance(each, ast.Call)]
+    return [call for each in dict.fromkeys(above) for call in _called_by(text, each, seen | {inner})]
 
 
 #: Methods by which an object stores a value: ``hidden.append(x)``.

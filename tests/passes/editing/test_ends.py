@@ -38,6 +38,13 @@ EXITS = {
     + textwrap.indent(f"{LOOP}    if n == self.exit:\n        break\ny = {HEAD}\nreturn y", "    "),
     "while": f"n = 0\nwhile True:\n    x = self.blocks[n](x)\n    if n in (self.exit, 2):\n        y = {HEAD}\n"
     "        break\n    n += 1",
+    "closures": "for n, block in enumerate(self.blocks):\n    def run(x, block=block):\n        return block(x)\n\n"
+    "    x = checkpoint(run, x, use_reentrant=False)\n"
+    f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
+    "a closure": "def run(x):\n    return block(x)\n\nfor n, block in enumerate(self.blocks):\n    x = run(x)\n"
+    f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
+    "lambda": "run = lambda block, x: block(x)\nfor n, block in enumerate(self.blocks):\n    x = run(block, x)\n"
+    f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
     "match": f"{LOOP}    match n - self.exit:\n        case 0:\n            y = {HEAD}\n            return y\n"
     f"y = {HEAD}",
 }

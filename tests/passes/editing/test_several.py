@@ -418,11 +418,11 @@ class Skips(nn.Module):
         return x
 
 
-def test_skips_that_one_loop_adds(caplog: pytest.LogCaptureFixture) -> None:
+def test_skips_that_one_loop_adds() -> None:
     model, x = Skips(), torch.randn(2, 3, WIDTH)
     rewired = rewire.compile(model, "residual", example_inputs=x)
-    assert list(rewire.connections(rewired)) == ["middle"] and torch.equal(rewired(x), model(x))
-    assert "runs 2 times between two residual adds, for other streams, too" in caplog.text
+    assert {*rewire.connections(rewired)} == {"down.0", "down.1", "up.0", "up.1", "middle"}
+    torch.testing.assert_close(rewired(x), model(x))
 
 
 class Summed(nn.Module):
