@@ -61,7 +61,7 @@ class Finding:
         left: adds and trunks that were left alone, and why.
         again: further chains through the code of a trunk, as in a model that encodes two inputs.
         dropped: names of adds that a run in training mode left out.
-        gone: the residual adds of trunks that were left alone.
+        gone: chains of trunks that were left alone.
     """
 
     flow: Flow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import CodeType
-from typing import TypeGuard
 
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
@@ -102,11 +101,15 @@ class Carriers:
 
     def _reading(self, home: Scope) -> list[Scope]:
         """Blocks of other streams that read this one, too, and return it: the edge blocks of a graph network."""
-        adding = {scope for add in self.adds for scope in add.op.scope.outward()}
+        own = {add.op.scope for add in self.adds}
+        adding = {scope for each in own for scope in each.outward()}
+        places = {scope.call for scope in adding}
         users = (user for op in self.stage for user in self.flow.users[op] if user not in self.on_way)
         calls = dict.fromkeys(call for user in users for call in user.scope.outward() if home.holds(call))
         given = {call: {op for ops in call.arguments.values() for op in ops if op in self.stage} for call in calls}
-        return [call for call in calls if call not in adding and not given[call].isdisjoint(call.results)]
+        returned = [call for call in calls if call not in adding and not given[call].isdisjoint(call.results)]
+        # A function that adds holds tensors, and passes them on, unless the same expression calls blocks.
+        return [call for call in returned if (call.parent not in own or call.call in places) and self._has_text(call)]
 
     def _is_function(self, scope: Scope) -> bool:
         """Whether a call is of a helper that is no method."""
@@ -114,7 +117,10 @@ class Carriers:
 
     def _entered(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
-        while (self.begin.path, self.begin.code) in self.outside and self._has_text(above := self.begin.parent):
+        while (self.begin.path, self.begin.code) in self.outside:
+            above = self.begin.parent
+            if above not in self.scopes or not self._has_text(above):
+                break
             self.begin = self.first = above  # it runs without a stream elsewhere, and knows which call is which
         entered = {self.begin, *(add.op.scope for add in self.adds)}
         for op, stage in self.stage.items():
@@ -176,9 +182,7 @@ class Carriers:
         given = {name for name, ops in scope.arguments.items() if not self.stage.keys().isdisjoint(ops)}
         return hands_on(text, [self.sources.call(child) for child in children], given)
 
-    def _has_text(self, scope: Scope | None) -> TypeGuard[Scope]:
-        if scope is None or scope not in self.scopes:
-            return False
+    def _has_text(self, scope: Scope) -> bool:
         try:
             self.sources.text(scope)
         except EditError:

@@ -53,8 +53,10 @@ class _Walk:
             return ways.stop
         if isinstance(node, ast.Continue):
             return ways.again
-        if isinstance(node, (ast.Return, ast.Raise)):
+        if isinstance(node, ast.Return):
             return node in self.calling
+        if isinstance(node, ast.Raise):
+            return True  # where it is caught, one may
         if isinstance(node, ast.If):
             return self._branches([node.body, node.orelse], ways, node.test in self.calling)
         if isinstance(node, ast.Match):
