@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("rezero", 1, 18, 18),  # product and sum are one operator
         # each unit and the output read all increments before them; two branches make an increment
         ("grn-v1", 3, None, 1 + 2 + 3 + 4 + 4 + 9),
-        ("hc-static", 5, None, None),  # streams, and the next read
+        ("hc-static", 6, None, None),  # streams in one tensor with the next read, and a copy of that, as it is small
     ],
 )
 def test_what_is_counted(script: Any, name: str, held: float, eager: float | None, floor: float | None) -> None:
