@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from rewire.code.text import Text
 
@@ -20,18 +21,16 @@ def ends(text: Text, calls: Sequence[ast.AST], names: Set[str]) -> list[ast.stmt
         names: variables that may hold the stream.
     """
     walk = _Walk(text, {node for call in calls for node in (call, *text.above(call))}, names)
-    walk.body(text.tree.body, _Ways(False, False, False))
+    walk.body(text.tree.body, _Ways())
     return walk.found
 
 
-class _Ways:
+class _Ways(NamedTuple):
     """Whether a block may run after a list of statements, after ``break``, and after ``continue``."""
 
-    def __init__(self, after: bool, stop: bool, again: bool) -> None:
-        self.after, self.stop, self.again = after, stop, again
-
-    def then(self, after: bool) -> _Ways:
-        return _Ways(after, self.stop, self.again)
+    after: bool = False
+    stop: bool = False
+    again: bool = False
 
 
 class _Walk:
@@ -43,7 +42,7 @@ class _Walk:
         """Whether a block may run from the first of some statements on."""
         live = ways.after
         for number in reversed(range(len(statements))):
-            behind, live = live, self._statement(statements[number], ways.then(live))
+            behind, live = live, self._statement(statements[number], ways._replace(after=live))
             if live and not behind:
                 self._end(statements[number + 1 :])
         return live
@@ -74,7 +73,7 @@ class _Walk:
 
     def _try(self, node: ast.Try, ways: _Ways) -> bool:
         if node.finalbody:
-            ways = ways.then(self.body(node.finalbody, ways))
+            ways = ways._replace(after=self.body(node.finalbody, ways))
         handlers = [self.body(handler.body, ways) for handler in node.handlers]
         after = self.body(node.orelse, ways) or any(handlers)
         live = self.body(node.body, _Ways(after, ways.stop or after, ways.again or after)) or after
