@@ -76,6 +76,28 @@ def test_a_stream_of_evaluation_mode_alone_is_warned_of(caplog: pytest.LogCaptur
     assert warned.startswith("trunk '0'")
 
 
+@torch.jit.script
+def out_of_sight(x: Tensor, f: Tensor) -> Tensor:
+    return x + f
+
+
+class Scripted(nn.Module):
+    """Adds in TorchScript in training mode, as nanotron's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return out_of_sight(x, self.f(x)) if self.training else x + self.f(x)
+
+
+def test_an_error_of_training_mode_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(rewire.OutOfOrder, match=r"in training mode, .* the model takes another way: block '0'"):
+        rewire.compile(nn.Sequential(Scripted(), Scripted()), example_inputs=(torch.randn(2, 3, WIDTH),))
+    assert "TorchScript or a kernel" in caplog.text
+
+
 class Settling(nn.Module):
     """Behind its add, one mode alone changes the state."""
 

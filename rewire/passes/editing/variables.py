@@ -95,7 +95,8 @@ def _called_by(text: Text, node: ast.AST, seen: Set[ast.AST] = frozenset()) -> l
         return [node] if isinstance(node, ast.Call) else []
     if inner in seen:  # functions that call each other
         return []
-    names = {inner.name} if isinstance(inner, ast.FunctionDef) else _targets(text, inner)
+    named = isinstance(inner, ast.Lambda) and getattr(text.parents[inner], "value", None) is inner
+    names = {inner.name} if isinstance(inner, ast.FunctionDef) else _targets(text, inner) if named else set()
     uses = [each for each in ast.walk(text.tree) if isinstance(each, ast.Name) and each.id in names]
     uses = [each for each in uses if isinstance(each.ctx, ast.Load) and inner not in text.above(each)]
     above = [each for use in (*uses, inner) for each in text.above(use) if isinstance(each, ast.Call)]

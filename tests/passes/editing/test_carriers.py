@@ -250,3 +250,31 @@ def test_a_block_that_makes_the_first_state_itself_begins_the_stream() -> None:
     model = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), InTurns())
     rewired = rewire.compile(model, "residual", example_inputs=(x,))
     assert "open(" not in rewire.source(rewired, "1")
+
+
+class Router(nn.Module):
+    """Reads the state, and returns it with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.weight(x).sigmoid()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.f = Router(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self.router(x)
+        return x + weight * self.f(x.tanh())
+
+
+def test_what_a_block_gives_a_tensor_is_not_edited() -> None:
+    net = nn.Sequential(*(Routed() for _ in range(3)))
+    rewired = rewire.compile(net, "hc-static", example_inputs=(torch.randn(2, 5, 8),))
+    assert len(rewire.connections(rewired)["Sequential"].layout.units) == 3
+    assert "weight(x).sigmoid()" not in "".join(line for line in rewire.diff(rewired).splitlines() if line[0:1] in "+-")

@@ -29,6 +29,8 @@ EXITS = {
     f"y = {HEAD}",
     "or else": f"x = self.blocks[0](x)\nx = self.blocks[1](x)\nif self.exit < 0:\n    x = self.blocks[2](x)\n"
     f"    y = {HEAD}\nelif self.exit > 5:\n    y = x\nelse:\n    y = {HEAD}",
+    "or elif": f"x = self.blocks[0](x)\nx = self.blocks[1](x)\nif self.exit < 0:\n    x = self.blocks[2](x)\n"
+    f"    y = {HEAD}\nelif self.exit == 1:\n    y = {HEAD}",
     "line by line": f"x = self.blocks[0](x)\nx = self.blocks[1](x)\nif self.exit == 1:\n    y = {HEAD}\n    return y\n"
     f"x = self.blocks[2](x)\ny = {HEAD}",
     "exception": "try:\n"
@@ -42,6 +44,9 @@ EXITS = {
     "    x = checkpoint(run, x, use_reentrant=False)\n"
     f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
     "a closure": "def run(x):\n    return block(x)\n\nfor n, block in enumerate(self.blocks):\n    x = run(x)\n"
+    f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
+    "checkpointed lambdas": "for n, block in enumerate(self.blocks):\n"
+    "    x = checkpoint(lambda x, block=block: block(x), x, use_reentrant=False)\n"
     f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
     "lambda": "run = lambda block, x: block(x)\nfor n, block in enumerate(self.blocks):\n    x = run(block, x)\n"
     f"    if n == self.exit:\n        y = {HEAD}\n        return y\ny = {HEAD}",
@@ -69,9 +74,25 @@ def test_early_exits(way: str, topology: str) -> None:
     torch.testing.assert_close(early, rewired(x))
 
 
-@pytest.mark.parametrize("topology", ["denseformer", "hc-static"])
-def test_what_is_read_between_blocks_is_what_the_next_one_reads(topology: str) -> None:
-    """The loop goes on: this is no exit."""
-    net = written_net(body=f"{LOOP}    if n == 1:\n        y = {HEAD}\nx = torch.stack([x, y])")
-    rewired = rewire.compile(net, topology, example_inputs=(written_input(),))
-    assert "reach(x, -1)" not in rewire.source(rewired, "").split("y = ")[0]
+@pytest.mark.parametrize(
+    "between",
+    [
+        f"if n == 1:\n    y = {HEAD}",
+        f"if n == 1:\n    y = {HEAD}\n    continue",
+        f"if n == 1:\n    y = {HEAD}\nif x.isnan().any():\n    raise ValueError(x)",
+    ],
+)
+def test_where_a_loop_goes_on_is_no_exit(between: str) -> None:
+    """What is read there is what the next block reads."""
+    body = LOOP + textwrap.indent(between, "    ")
+    net = written_net(body=f"{body}\nx = torch.stack([x, y])")
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    assert rewire.source(rewired, "").count("reach(x, -1)") == 1
+
+
+def test_nested_functions_that_call_each_other() -> None:
+    down = "def down(x, n):\n    return x if n < 0 else up(x, n)\n\n"
+    up = "def up(x, n):\n    x = down(x, n - 1)\n    return self.blocks[n](x)\n\n"
+    net = written_net(body=f"{down}{up}x = up(x, 2)")
+    (connection,) = rewire.connections(rewire.compile(net, example_inputs=(written_input(),))).values()
+    assert len(connection.layout.sites) == 6
