@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import LinearBlock
 from torch import Tensor, nn
 
 import rewire
@@ -88,19 +89,10 @@ def test_pictures_that_become_rows(topology: str, format: torch.memory_format) -
     torch.testing.assert_close(rewired(x), model(x), rtol=1e-5, atol=1e-6)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.f = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(self.norm(x))
-
-
 @pytest.mark.parametrize("topology", [name for name in rewire.list_topologies() if name != "dca"])
 def test_blocks_get_contiguous_values_with_and_without_gradients(topology: str) -> None:
     """They may take views of them."""
-    net = nn.Sequential(*(Layer() for _ in range(4)))
+    net = nn.Sequential(*(LinearBlock() for _ in range(4)))
     rewired = rewire.compile(net, topology, example_inputs=(torch.randn(2, 5, 8),), start="paper")
     for block in rewired:
         block.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))

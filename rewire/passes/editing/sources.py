@@ -139,7 +139,8 @@ class Sources:
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """The expression that names a function at its call, and whether it always means that function.
 
-        It is what is called; in ``checkpoint(function, x)``, the argument, as where a name means another function.
+        It is what is called; or the first argument, in ``checkpoint(function, x)`` under any name, or where what is
+        called is another function.
         """
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function

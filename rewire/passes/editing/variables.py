@@ -89,8 +89,8 @@ def _calls_at(text: Text, places: Iterable[Span]) -> list[ast.Call]:
 
 
 def _called_by(text: Text, node: ast.AST, seen: Set[ast.AST] = frozenset()) -> list[ast.Call]:
-    kinds = (ast.FunctionDef, ast.Lambda)
-    inner = next((each for each in text.above(node) if isinstance(each, kinds) and each is not text.tree), None)
+    """The call ``node``; or the calls outside of nested functions at which a node inside one may run."""
+    inner = _nested_function(text, node)
     if inner is None:
         return [node] if isinstance(node, ast.Call) else []
     if inner in seen:  # functions that call each other
@@ -166,12 +166,13 @@ def calls_around(text: Text, node: ast.AST) -> list[ast.Call]:
         name = "" if function is text.tree else getattr(function, "name", "")
         todo += [call for call in calls if getattr(call.func, "id", "") == name and call not in reached]
         reached.update(todo)
-    return [call for call in calls if call in reached and call is not node and not _is_inside(text, call)]
+    return [call for call in calls if call in reached and call is not node and _nested_function(text, call) is None]
 
 
-def _is_inside(text: Text, node: ast.AST) -> bool:
-    """Whether a node is in a nested function."""
-    return any(isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not text.tree for n in text.above(node))
+def _nested_function(text: Text, node: ast.AST) -> ast.FunctionDef | ast.Lambda | None:
+    """The innermost nested function around a node."""
+    around = (each for each in text.above(node) if isinstance(each, (ast.FunctionDef, ast.Lambda)))
+    return next((each for each in around if each is not text.tree), None)
 
 
 def _alike(text: Text, one: ast.Call, other: ast.Call) -> bool:

@@ -287,7 +287,7 @@ class _Editor:
         return self._line_behind(element, call)
 
     def _before(self, statement: ast.stmt, *lines: str) -> list[Change]:
-        """Lines before a statement; on its own line if others stand there, or if it is a simple ``return``."""
+        """Lines before a statement: on its own line if it is a ``return``, or if something stands before it there."""
         start, _ = self.text.span(statement)
         first = self.text.text.rfind("\n", 0, start) + 1
         indent = self.text.text[first:start]

@@ -425,6 +425,27 @@ def test_skips_that_one_loop_adds() -> None:
     torch.testing.assert_close(rewired(x), model(x))
 
 
+class SkipsOfOneLoop(Skips):
+    """Its way down is written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = self.down[0](x)
+        inner = self.down[1](self.maps[0](outer))
+        x = self.middle(self.maps[1](inner))
+        for stage, change, skip in zip(self.up, self.maps[2:], (inner, outer), strict=True):
+            x = change(x)
+            x = x + skip
+            x = stage(x)
+        return x
+
+
+def test_skips_that_one_loop_adds_behind_levels_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = SkipsOfOneLoop(), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, "residual", example_inputs=x)
+    assert list(rewire.connections(rewired)) == ["middle"] and torch.equal(rewired(x), model(x))
+    assert "runs 2 times between two residual adds, for other streams, too" in caplog.text
+
+
 class Summed(nn.Module):
     """Two sums of the state go through one expression, as in PyTorch Geometric's GPSConv."""
 
