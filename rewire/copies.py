@@ -43,6 +43,9 @@ Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 #: Types whose values need not be copied.
 _CONSTANTS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
+#: Types of the tables that every module has: hooks, parameters, buffers, children.
+_TABLES = frozenset({dict, OrderedDict, set})
+
 #: Modules whose ``train`` writes to no parameter: that of nn.Module, and that of transformers' models.
 _SET_FLAGS = frozenset({"torch.nn.modules.module", "transformers.modeling_utils"})
 
@@ -215,10 +218,8 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
     try:
         for module in modules:
             for name, value in vars(module).items():
-                if (
-                    type(value) is OrderedDict and not value
-                ):  # tables of hooks that are empty: copying them would take most of the time
-                    memo[id(value)] = OrderedDict()
+                if type(value) in _TABLES and not value:  # most are: copying them would take most of the time
+                    memo[id(value)] = type(value)()
                 elif isinstance(value, FunctionType) and value.__closure__:
                     bound.append((module, name, value))
                 elif type(value) not in _CONSTANTS and not name.startswith("_"):
@@ -228,8 +229,8 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
         plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
         own = [(module, _empty_of(module, memo)) for module in modules if type(module) in plain]
         for module, empty in reversed(own):  # from the inside: a child that copies itself finds its own children whole
-            state = module.__getstate__().items()
-            empty.__setstate__({n: v if type(v) in _CONSTANTS else copy.deepcopy(v, memo) for n, v in state})
+            state = module.__getstate__()
+            empty.__setstate__({name: _copy_of(value, memo) for name, value in state.items()})
         copied: M = copy.deepcopy(model, memo)
         for module, name, function in bound:
             cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
@@ -263,6 +264,14 @@ def _is_plain(cls: type[nn.Module]) -> bool:
     slots = any("__slots__" in vars(base) for base in cls.__mro__)
     own = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
     return not slots and all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in own)
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of an attribute, which is a constant or known for most: a call for each would take longer."""
+    if type(value) in _CONSTANTS:
+        return value
+    known = memo.get(id(value))
+    return copy.deepcopy(value, memo) if known is None else known
 
 
 def _empty_of(module: nn.Module, memo: dict[int, Any]) -> Any:
