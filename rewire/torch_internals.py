@@ -273,6 +273,8 @@ _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", None)
 _is_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_push_hooks = getattr(torch._C._autograd, "_push_saved_tensors_default_hooks", None)
+_pop_hooks = getattr(torch._C._autograd, "_pop_saved_tensors_default_hooks", None)
 
 
 def in_dispatch_mode() -> bool:
@@ -311,6 +313,16 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     (None, None) if that cannot be told: there may be some.
     """
     return (None, None) if _top_hooks is None else _top_hooks(True)
+
+
+def replace_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Put other hooks in the place of the active saved-tensor hooks, until the context that set these ends.
+
+    Where that cannot be done, they stay.
+    """
+    if _top_hooks and _pop_hooks and _push_hooks and _top_hooks(True) is not None:
+        _pop_hooks()
+        _push_hooks(pack, unpack)
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:

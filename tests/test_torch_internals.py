@@ -424,6 +424,24 @@ def test_checkpoints_are_known_by_their_hooks() -> None:
     assert seen[0] is None and len(seen[1]) == 2
 
 
+def test_hooks_on_saved_tensors_are_replaced_until_their_context_ends() -> None:
+    packed = []
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved)
+        return saved
+
+    internals.replace_saved_tensor_hooks(pack, lambda kept: kept)
+    assert internals.saved_tensor_hooks() is None
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: 0, lambda kept: x.detach()):
+        internals.replace_saved_tensor_hooks(pack, lambda kept: kept)
+        y = x.square()
+    assert internals.saved_tensor_hooks() is None and len(packed) == 1
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 2]
+
+
 # -- torch.compile
 
 

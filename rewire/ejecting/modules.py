@@ -314,6 +314,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 def _entry(entry: Entry) -> str:
     given = {"trunk": entry.trunk, "begins": entry.begins, "adds": entry.adds}
     given |= {name: True for name in ("ordered", "outside", "read_below", "branch_given") if getattr(entry, name)}
+    given |= {"iterations": entry.iterations} if entry.iterations else {}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 

@@ -538,7 +538,14 @@ class Depth:
             )
         return state
 
-    def reach(self, value: object, to: int | None = None, *trunks: int) -> Any:
+    def reach(
+        self,
+        value: object,
+        to: int | None = None,
+        *trunks: int,
+        before: tuple[nn.Module, object] | None = None,
+        trunk: int = 0,
+    ) -> Any:
         """The value of a variable after an ``if`` or a loop in which adds, posts or blocks may have been skipped.
 
         Skipped adds add nothing. If a post was skipped, the sum is the state.
@@ -547,8 +554,33 @@ class Depth:
             value: the variable's value, perhaps in a container.
             to: number of this call's adds up to here; -1: all adds of the trunk; None: only a post may be skipped.
             trunks: numbers of the function's trunks that this concerns; default: all, or the first if ``to`` is -1.
+            before: in place of ``to``, at the start of a loop's iteration: the function's module, and the one below it
+                that this iteration runs.
+            trunk: number of the trunk to which the loop adds.
+
+        Raises:
+            OutOfOrder: iterations run in another order than when the model was rewired.
         """
+        if before is not None:
+            return self._at_iteration(value, self.entries[trunk], *before)
         return mapped(value, lambda part: self._reached(part, to, trunks))
+
+    def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object) -> Any:
+        live = self._of_trunk(entry.trunk)
+        if live is None or not isinstance(value, Tensor):
+            return value
+        adds = entry.adds_before(owner, module)
+        ran = live.stream.position - live.first
+        live.unclear |= adds is None
+        if adds is None or adds == ran:
+            return value
+        if adds < ran or self._holding(value) is not live:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) has made {ran} residual adds in this call where an iteration of "
+                f"a loop begins before which it made {adds} when it was rewired: iterations run in another order or "
+                f"again, or something else was made of the stream between them.{self.advice}"
+            )
+        return self._reached(value, adds, [self.entries.index(entry)])
 
     def _reached(self, value: object, to: int | None, trunks: Sequence[int]) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
@@ -559,7 +591,7 @@ class Depth:
         if all(entry is not self.entries[number] for number in numbers):
             return value
         if to == -1:
-            if live.stream.position == entry.cut_at:
+            if live.stream.position == entry.cut_at or live.unclear:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
@@ -568,7 +600,7 @@ class Depth:
                 return live.source
             live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
         elif to is not None:
-            if live.stream.position >= live.first + to:
+            if live.stream.position >= live.first + to or live.unclear:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
@@ -710,12 +742,14 @@ class Depth:
         expected = ran if entry is None else entry.adds.get(live.start, ran)
         if not leaves and not stream.complete:
             layout.check_passes(stream.position, len(layout.units))
-        if entry is not None and (ran > expected or (ran < expected and not entry.ordered)):
+        ordered = entry is not None and entry.ordered and not live.unclear
+        if entry is not None and (ran > expected or (ran < expected and not ordered)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
-                "known which one that was: with the add in the forward of a block, or in an `if` that changes the same "
-                f"variable, not in a loop over branches.{self.advice}"
+                "known which one that was: with the add in the forward of a block, in an `if` that changes the same "
+                "variable, or in a `for` loop that calls another module in each iteration, and makes all of its adds "
+                f"or leaves out the last ones.{self.advice}"
             )
         if not leaves and not stream.complete:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""

@@ -31,6 +31,8 @@ class Entry:
         outside: whether the function is also called outside of trunks, with plain tensors.
         read_below: whether the stream begins in the function, but a function that it calls reads it first.
         branch_given: whether callers compute the first branch that the function adds, from the value that they read.
+        iterations: modules, by path below the function's, each of which a loop calls in one of its iterations -> number
+            of the function's adds before that iteration.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
         held: the module that owns the trunk, and the connection's name there; None if it need not be looked up.
     """
@@ -43,8 +45,16 @@ class Entry:
     outside: bool = False
     read_below: bool = False
     branch_given: bool = False
+    iterations: dict[str, int] = dataclasses.field(default_factory=dict)
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def adds_before(self, owner: nn.Module, module: object) -> int | None:
+        """The number of the function's adds before the iteration that runs ``module``, of its module ``owner``'s."""
+        for path, adds in self.iterations.items():
+            if owner.get_submodule(path) is module:
+                return adds
+        return None
 
     @property
     def in_use(self) -> Connection:
@@ -89,6 +99,7 @@ class Live:
         given: whether a called function has the stream now.
         called: whether the function was called with a value that its caller had read.
         unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
+        unclear: whether an iteration of a loop ran of which it is not known which one it is.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
         parallel: these sums and branches, each with its version counter when the sum was made.
     """
@@ -103,7 +114,7 @@ class Live:
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
         self.apart = False
-        self.given = self.unrecorded = False
+        self.given = self.unrecorded = self.unclear = False
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self.parallel: list[tuple[Tensor, int | None]] = []

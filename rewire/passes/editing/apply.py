@@ -87,7 +87,8 @@ def _gate(
         held = (model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]) if trunk and begins else None
         outside, read_below = plan.outside.get(name, False), name in plan.read_below
         given = name in plan.branch_given
-        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, given, held=held)
+        iterations = plan.iterations(name)
+        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, given, iterations, held=held)
 
     entries = [entry(name, adds) for name, adds in plan.adds.items()]
     if plan.method:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from rewire.attributes import gate_of
 from rewire.code.functions import Decorated
-from rewire.code.text import Span, Text
+from rewire.code.text import Span, Text, within
 from rewire.errors import EditError
 from rewire.runtime.nested import Item
 
@@ -204,15 +204,36 @@ class Reach:
         names: of the variables.
         trunks: indices of the trunks among those of the function.
         before: whether they have ended before the statement, an early exit's first.
+        to: number of the function's adds that have run or been skipped by then; -1: all of the trunk.
     """
 
     at: Span
     names: tuple[str, ...]
     trunks: tuple[int, ...]
     before: bool = False
+    to: int = -1
 
 
-Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """The start of an iteration of a loop that makes adds, if iterations may be skipped.
+
+    Attributes:
+        at: the loop.
+        name: of the variable that holds the stream.
+        trunk: index of the trunk among those of the function.
+        module: how a module is written that is another one in each iteration; empty if two calls differ in that.
+        sites: these modules' paths below the function's module -> number of the function's adds before.
+    """
+
+    at: Span
+    name: str
+    trunk: int
+    module: Written
+    sites: tuple[tuple[str, int], ...]
+
+
+Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach | Iteration
 
 
 @dataclasses.dataclass(eq=False)
@@ -272,8 +293,20 @@ class FunctionPlan:
 
     @property
     def ordered(self) -> bool:
-        """Whether each of its adds has a fixed position, so that the stream can tell which one a call skipped."""
-        return all(edit.site is not None for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more)
+        """Whether each of its adds has a known position, so that the stream can tell which one a call skipped."""
+        sums = [edit for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more]
+        known = [edit.at for edit in self.edits.values() if isinstance(edit, Iteration)] if self.iterates else []
+        return all(edit.site is not None or any(within(edit.at, at) for at in known) for edit in sums)
+
+    @property
+    def iterates(self) -> bool:
+        """Whether it is known which iterations of its loops run."""
+        return all(edit.module for edit in self.edits.values() if isinstance(edit, Iteration))
+
+    def iterations(self, trunk: str) -> dict[str, int]:
+        """For a trunk, modules by which iterations of loops are told apart -> number of the function's adds before."""
+        edits = [edit for edit in self.edits.values() if isinstance(edit, Iteration)] if self.iterates else []
+        return dict(pair for edit in edits if self.trunks[edit.trunk] == trunk for pair in edit.sites)
 
     @property
     def gate(self) -> str:
@@ -336,7 +369,11 @@ def _merged(a: Any, b: Any) -> Any:
         return None
     if isinstance(a, Reach):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
-        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)), a.before)
+        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)), a.before) if a.to == b.to == -1 else None
+    if isinstance(a, Iteration) and isinstance(b, Iteration):
+        sites = {*a.sites, *b.sites}
+        alike = (a.name, a.module, len(dict(sites))) == (b.name, b.module, len(sites))
+        return dataclasses.replace(a, module=a.module if alike else "", sites=tuple(sorted(sites)))
     if isinstance(a, Project) and a.module and b.module and a.way in "qkv" and b.way in "qkv":
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))

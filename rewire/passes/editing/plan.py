@@ -30,6 +30,7 @@ from rewire.passes.editing.edits import (
     View,
     Written,
 )
+from rewire.passes.editing.iterations import plan_iterations
 from rewire.passes.editing.refused import (
     check_add,
     check_drawn,
@@ -117,6 +118,8 @@ class _Planner:
                     self._through(scope, child)
         for number, add in enumerate(self.adds):
             self._add(number, add)
+        for scope in entered:
+            plan_iterations(carriers, self.name, scope)
         self._given()
         self._passages()
         self._casts()

@@ -50,7 +50,7 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     if isinstance(last, (ast.Assign, ast.AnnAssign)):
         names = made & _targets(text, last)
     else:  # a loop or an `if`, after which what they alone bind may have no value
-        before = _bound_before(text, last)
+        before = bound_before(text, last)
         names = made & names & (before | _bound_outside(text, last)) or made & before
     return (span_of(last), tuple(sorted(names))) if names else None
 
@@ -78,7 +78,7 @@ def ended(text: Text, calls: Sequence[Span], names: Sequence[str]) -> list[tuple
     every = [each for each in ast.walk(text.tree) if isinstance(each, ast.Call)]
     alike = [span_of(each) for each in every if any(_alike(text, each, node) for node in nodes)]
     found = [node for node in ends(text, _calls_at(text, [*calls, *alike]), {*names}) if node not in text.tree.body]
-    bound = [(span_of(node), _bound_before(text, node)) for node in found]
+    bound = [(span_of(node), bound_before(text, node)) for node in found]
     return [(place, kept) for place, known in bound if (kept := tuple(name for name in names if name in known))]
 
 
@@ -408,12 +408,12 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool =
         elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
         if not isinstance(inner, ast.If) or elif_ or name is None:
             continue
-        if name in _bound_before(text, inner) or (either and _binds([inner], name)):
+        if name in bound_before(text, inner) or (either and _binds([inner], name)):
             found = inner
     return found
 
 
-def _bound_before(text: Text, statement: ast.AST) -> set[str]:
+def bound_before(text: Text, statement: ast.AST) -> set[str]:
     """Variables that have a value when a statement is reached."""
     arguments = text.tree.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}

@@ -20,6 +20,7 @@ from rewire.passes.editing.edits import (
     Callee,
     Edit,
     FunctionPlan,
+    Iteration,
     Open,
     Parameter,
     Project,
@@ -213,11 +214,21 @@ class _Editor:
 
     def _reach(self, edit: Reach) -> list[Change]:
         """A ``reach`` line after a statement, or before it."""
+        if edit.to >= 0 and not self.plan.iterates:
+            return []
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
-        to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
+        to = str(edit.to) if edit.trunks == (0,) else ", ".join(map(str, (edit.to, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
         lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
         return self._before(statement, *lines) if edit.before else self._line_behind(statement, *lines)
+
+    def _iteration(self, edit: Iteration) -> list[Change]:
+        """A ``reach`` line at the start of a loop's body."""
+        if not self.plan.iterates:
+            return []
+        loop = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.For))
+        how = f"before=({self.text.receiver}, {edit.module})" + f", trunk={edit.trunk}" * bool(edit.trunk)
+        return self._before(loop.body[0], f"{edit.name} = {self.depth}.reach({edit.name}, {how})")
 
     def _open(self, edit: Open) -> list[Change]:
         return [*self._made("open", edit), *self._behind_if(edit)]
@@ -546,6 +557,7 @@ class _Editor:
 #: Kind of edit -> how it is written.
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Reach: _Editor._reach,
+    Iteration: _Editor._iteration,
     Push: _Editor._push,
     Open: _Editor._open,
     View: _Editor._view,

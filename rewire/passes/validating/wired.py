@@ -37,7 +37,7 @@ from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.runtime.nested import mapped, tensors_and_streams
 from rewire.runtime.reentrant import where_reentrant
-from rewire.torch_internals import pytree, saved_tensor_hooks
+from rewire.torch_internals import pytree, replace_saved_tensor_hooks, saved_tensor_hooks
 
 T = TypeVar("T")
 _Function: TypeAlias = Callable[..., Any]
@@ -63,7 +63,7 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
 
     def call(self: Any, *args: object, **kwargs: object) -> Any:
         wiring = _Wiring(self, training if self.training else evaluation if torch.is_grad_enabled() else inference)
-        with wiring.open, wiring.running():
+        with wiring.running():
             result = cls.__call__(self, *args, **kwargs)
         wiring.check()
         return result
@@ -232,7 +232,6 @@ class _Wiring(Recorder):
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Tensor, Tensor] | None = None
-        self.open = contextlib.ExitStack()
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = super()._new(tensor, name, inputs, scope, place)
@@ -243,6 +242,7 @@ class _Wiring(Recorder):
 
     def __torch_function__(self, func: _Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
+        _keep_activations()
         name, self.written = getattr(func, "__name__", ""), None
         if name in ("add_", "__iadd__"):  # the target may be a branch's output
             self.written = args[0], args[0].clone()
@@ -338,7 +338,7 @@ class _Wiring(Recorder):
         if self.probe is not None:
             self._stop_at(path, args, kwargs)
             return None
-        self._keep_activations()
+        _keep_activations()
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
             op = self.stack[-1].arguments[name][item]
             x = next(given for given in tensors_and_streams((args, kwargs)) if self.known.get(id(given)) is op)
@@ -372,12 +372,6 @@ class _Wiring(Recorder):
         missing = [name for (name, _), wires in zip(self.script.trunks, self.passes, strict=True) if not wires.complete]
         if missing:
             raise RuntimeError(f"other residual adds of trunk '{missing[0]}' ran than were found")
-
-    def _keep_activations(self) -> None:
-        """Undo activation checkpointing, whose rerun in backward would not be wired."""
-        hooks = saved_tensor_hooks()
-        if hooks is not None and hooks[0] is not _same:
-            self.open.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
 
     def _apart(self, path: str, args: Args, kwargs: Kwargs) -> Inputs:
         """The arguments of a call; for a projection that is read separately, its own input."""
@@ -461,6 +455,13 @@ def _parts(made: Sequence[Tensor], fused: Fused | None) -> Tensor:
     assert fused is not None
     parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
     return torch.cat(parts, -1).flatten(-2)
+
+
+def _keep_activations() -> None:
+    """Undo activation checkpointing, whose rerun in backward would not be wired."""
+    hooks = saved_tensor_hooks()
+    if hooks is not None and hooks[0] is not _same:
+        replace_saved_tensor_hooks(_same, _same)
 
 
 def _same(x: Tensor) -> Tensor:

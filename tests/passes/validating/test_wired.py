@@ -421,6 +421,27 @@ def test_a_projection_is_fed_as_the_block_feeds_it(
     assert "was not validated" not in caplog.text
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_branches_that_are_checkpointed_where_they_are_added(by_hand: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The add runs behind the checkpoint, whose hooks must not keep what it saves."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.branches = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for f in self.branches:
+                run = (lambda y, f=f: f(y.square()).tanh()) if by_hand else f
+                x = x + checkpoint(run, x, use_reentrant=False)
+            return x
+
+    rewired = rewire.compile(Net(), "ancre-ingoing", example_inputs=(torch.randn(2, 8),))
+    assert len(rewire.connections(rewired)) == 1
+    assert "was not validated" not in caplog.text
+
+
 def test_an_attention_in_a_checkpointed_lambda_reads_all_three() -> None:
     found, wanted = (rewire.compile(Net(block), "dca", example_inputs=(X,)) for block in (Recomputed, Block))
     torch.testing.assert_close(shaken(found, 0.3, seed=3)(X), shaken(wanted, 0.3, seed=3)(X))

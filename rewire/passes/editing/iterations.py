@@ -1,0 +1,166 @@
+"""Pass: plan how a function that makes residual adds itself may leave out the later ones, or iterations of a loop.
+
+    for norm, f in zip(self.norms, self.branches):
+        x = depth.reach(x, before=(self, f))  # iterations before this one that were skipped add nothing
+        if ..:
+            continue
+        x = depth.add(x, f(norm(x)))
+    x = depth.reach(x, 4)
+
+Which iteration runs is told by a module that the loop's body calls, if that is another one in each.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from rewire.code.text import Span, Text, place_of, span_of
+from rewire.passes.editing.additions import written_to
+from rewire.passes.editing.carriers import Carriers
+from rewire.passes.editing.edits import FunctionPlan, Iteration, Reach
+from rewire.passes.editing.ends import ends
+from rewire.passes.editing.variables import bound_before
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.flow import Scope
+
+#: Statements around an add in a loop's body.
+_STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
+#: Expressions that may leave out a part of themselves, or run it at another time.
+_BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+#: Functions that leave out nothing of what a loop runs through.
+_ALL = frozenset({"enumerate", "zip", "range", "len", "reversed", "list", "tuple", "sorted"})
+
+
+def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
+    """Plan this for the adds of the trunk ``name`` in the code of ``scope``."""
+    function, sites = carriers.sources.plan(scope), dict[Span, list[int]]()
+    own = [add for add in carriers.adds if scope.holds(add.op.scope)]
+    for number, add in enumerate(own):
+        if add.op.scope is scope or _is_given(carriers, name, scope, add):
+            sites.setdefault(carriers.sources.span(scope, add.op), []).append(number)
+    text, trunk = function.text, function.trunks.index(name)
+    if not function.method or not text.receiver or not sites or any(at not in text.nodes for at in sites):
+        return
+    if sum(map(len, sites.values())) < len(own):  # blocks make some, which know what they come after
+        return
+    loops = {at: _loop_around(text, at) for at in sites}
+    outside = [at for at, loop in loops.items() if loop is None]
+    edits = list[Iteration]()
+    for loop in dict.fromkeys(filter(None, loops.values())):
+        edit = _iteration(carriers, scope, loop, {at: sites[at] for at in sites if loops[at] is loop}, trunk)
+        if edit is None:
+            return
+        edits.append(edit)
+    names = {_variable(text, at) for at in sites}
+    paths = [path for edit in edits for path, _ in edit.sites]
+    may_skip = not edits or any(_may_skip(text, loop) for loop in loops.values() if loop is not None)
+    at_top = all(len(sites[at]) == 1 and text.statement(text.nodes[at][0]) in text.tree.body for at in outside)
+    if may_skip and at_top and len(names) == 1 and len(paths) == len({*paths}):
+        for edit in edits:
+            function.put(("iteration", edit.at, trunk), edit)
+        if all(add.op.scope is scope for add in own):  # else `_Planner._end` does
+            _put_ends(function, [*sites], names.pop() or "", trunk, len(own))
+
+
+def _is_given(carriers: Carriers, name: str, scope: Scope, add: Add) -> bool:
+    """Whether a function that ``scope`` calls makes an add of a branch that ``scope`` has computed."""
+    called = next(call for call in add.op.scope.outward() if call.parent is scope)
+    return called.call is not None and name in carriers.sources.plan(called).branch_given
+
+
+def _put_ends(function: FunctionPlan, places: Sequence[Span], name: str, trunk: int, count: int) -> None:
+    """Add the edits where later adds do not run any more: early exits, and what follows the loop."""
+    text = function.text
+    nodes = [text.nodes[at][0] for at in places]
+    found = [(span_of(each), True) for each in ends(text, nodes, {name}) if each not in text.tree.body]
+    found = [(at, before) for at, before in found if name in bound_before(text, text.nodes[at][0])]
+    last = max((each for each in text.tree.body if any(node in ast.walk(each) for node in nodes)), key=span_of)
+    if isinstance(last, ast.For):
+        found.append((span_of(last), False))
+    for at, before in found:
+        function.put(("reach", at, before, trunk), Reach(at, (name,), (trunk,), before, count))
+
+
+def _loop_around(text: Text, at: Span) -> ast.For | None:
+    """The innermost loop around an add; None if an iteration may leave it out and make later ones, or for no loop."""
+    for parent in text.above(text.nodes[at][0]):
+        if isinstance(parent, ast.For):
+            return parent
+        if isinstance(parent, _BRANCHING) or (isinstance(parent, ast.stmt) and not isinstance(parent, _STATEMENTS)):
+            return None
+    return None
+
+
+def _may_skip(text: Text, loop: ast.For) -> bool:
+    """Whether a loop may run other iterations in another call, or an iteration leave out adds."""
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    if any(isinstance(node, (ast.Continue, ast.Break, ast.Return, ast.If)) for node in inside):
+        return True
+    given = [*ast.walk(loop.iter)]
+    names = {node.id for node in given if isinstance(node, ast.Name)}
+    return not names <= {*_ALL, text.receiver} or any(isinstance(node, ast.Slice) for node in given)
+
+
+def _iteration(
+    carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[Span, list[int]], trunk: int
+) -> Iteration | None:
+    """The edit at the start of a loop's body; None if nothing tells its iterations apart."""
+    text = carriers.sources.text(scope)
+    lists, runs = {_lists(text, loop, at) for at in sites}, {len(numbers) for numbers in sites.values()}
+    name = _variable(text, next(iter(sites)))
+    if len(lists) > 1 or len(runs) > 1 or name is None or name not in bound_before(text, loop):
+        return None
+    firsts = [min(numbers) for numbers in zip(*sites.values(), strict=True)]
+    for written, paths in _called(carriers, scope, text, loop):
+        if len(firsts) == len(paths) == len({*paths}):
+            return Iteration(span_of(loop), name, trunk, written, tuple(zip(paths, firsts, strict=True)))
+    return None
+
+
+def _lists(text: Text, loop: ast.For, at: Span) -> tuple[tuple[ast.AST, bool], ...]:
+    """The lists of statements in a loop that an add is in: of which statements, and whether it is their ``else``."""
+    nodes = [text.nodes[at][0], *text.above(text.nodes[at][0])]
+    pairs = itertools.pairwise(nodes[: nodes.index(loop) + 1])
+    return tuple((parent, node in parent.orelse) for node, parent in pairs if isinstance(parent, (ast.If, ast.For)))
+
+
+def _variable(text: Text, at: Span) -> str | None:
+    """The variable to which a statement with an add assigns its value."""
+    statement = text.statement(text.nodes[at][0])
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if isinstance(statement, ast.Expr):  # x.add_(f)
+        targets = [written_to(statement.value)]
+    target = targets[0] if len(targets) == 1 else None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _called(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> Iterator[tuple[str, list[str]]]:
+    """How a loop's body calls modules that it could name at its start, each with their paths below the function's."""
+    calls: dict[Span, list[str]] = {}
+    for child in carriers.flow.calls:
+        if child.parent is scope and child.call is not None and not (child.helper or child.bare):
+            calls.setdefault(place_of(*child.call), []).append(child.path)
+    above = f"{scope.path}." if scope.path else ""
+    for op in carriers.flow:
+        if op.scope is scope and op.leaf is not None and op.place is not None:
+            calls.setdefault(place_of(*op.place), []).append(above + op.name)
+    names = [node for each in loop.body for node in ast.walk(each) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    around = [each for each in (loop, *text.above(loop)) if isinstance(each, ast.For)]
+    targets = {node.id for each in around for node in ast.walk(each.target) if isinstance(node, ast.Name)}
+    for at, paths in calls.items():
+        call = next((node for node in text.nodes.get(at, ()) if isinstance(node, ast.Call)), None)
+        if call is None or loop not in text.above(call) or not all(path.startswith(above) for path in paths):
+            continue
+        for node in (call.func, *call.args[:1]):  # the argument: checkpoint(f, x)
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            if _looks_up(node) and not used.isdisjoint(targets) and used.isdisjoint(stored):
+                yield text.text[slice(*text.span(node))], [path.removeprefix(above) for path in paths]
+
+
+def _looks_up(node: ast.expr) -> bool:
+    """Whether an expression, on one line, only looks something up: ``f``, ``layer.attn``, ``self.layers[i]``."""
+    kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
+    return node.end_lineno == node.lineno and all(isinstance(inner, kinds) for inner in ast.walk(node))

@@ -1,0 +1,183 @@
+"""Loops that make residual adds themselves, of which a call skips iterations: what is skipped adds nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from written_nets import written_input, written_net
+
+import rewire
+
+HEAD = "self.stem(x).relu()"
+ADDS = "    x = x + block.f(x)\n    x = x + block.g(x)\n"
+INNER = ADDS.replace("    x", "        x")
+LOOP = "for n, block in enumerate(self.blocks):\n"
+SKIP = "    if n in self.skip:\n        continue\n"
+END = f"y = {HEAD}\nx = y"
+BODIES = {
+    "continue": f"{LOOP}{SKIP}{ADDS}{END}",
+    "if": f"{LOOP}    if n not in self.skip:\n{INNER}{END}",
+    "else": f"{LOOP}    if n in self.skip:\n        pass\n    else:\n{INNER}{END}",
+    "by number": f"for n in range(3):\n{SKIP}{ADDS.replace('block.', 'self.blocks[n].')}{END}",
+    "by names": "for n, (f, g) in enumerate([(block.f, block.g) for block in self.blocks]):\n"
+    f"{SKIP}{ADDS.replace('block.', '')}{END}",
+    "in place": f"x = x.clone()\n{LOOP}{SKIP}    x += block.f(x.clone())\n    x += block.g(x.clone())\n{END}",
+    "named before": f"{LOOP}{SKIP}    f = block.f(x)\n    x = f + x\n    g = block.g(x)\n    x = g + x\n{END}",
+    "kept beside": f"{LOOP}{SKIP}    kept = x\n    x = block.f(x)\n    x = kept + x\n"
+    f"    kept = x\n    x = block.g(x)\n    x = x + kept\n{END}",
+    "checkpointed": f"{LOOP}{SKIP}    x = x + checkpoint(block.f, x, use_reentrant=False)\n"
+    f"    x = x + checkpoint(block.g, x, use_reentrant=False)\n{END}",
+    "nested": "for group in ([self.blocks[0], self.blocks[1]], [self.blocks[2]]):\n    for block in group:\n"
+    f"        if [*self.blocks].index(block) in self.skip:\n            continue\n{INNER}{END}",
+    "two loops": f"for n, block in enumerate(self.blocks[:2]):\n{SKIP}{ADDS}"
+    f"for block in self.blocks[2:]:\n    if 2 in self.skip:\n        continue\n{ADDS}{END}",
+    "kept blocks": f"for block in [b for n, b in enumerate(self.blocks[:]) if n not in self.skip]:\n{ADDS}{END}",
+    "on one line": f"{LOOP}    if n in self.skip: continue\n{ADDS}{END}",
+}
+EXITS = {
+    "break": f"{LOOP}{ADDS}    if n == self.exit:\n        break\n{END}",
+    "return": f"{LOOP}{ADDS}    if n == self.exit:\n        return {HEAD}\n{END}",
+    "variable": f"{LOOP}{ADDS}    if n == self.exit:\n        y = {HEAD}\n        return y\n{END}",
+    "before": f"{LOOP}    if n == self.exit + 1 > 0:\n        return {HEAD}\n{ADDS}{END}",
+    "slice": f"for block in self.blocks[: self.exit + 1 or None]:\n{ADDS}{END}",
+    "line by line": "x = x + self.blocks[0].f(x)\nx = x + self.blocks[0].g(x)\nx = x + self.blocks[1].f(x)\n"
+    f"x = x + self.blocks[1].g(x)\nif self.exit == 1:\n    return {HEAD}\n"
+    f"x = x + self.blocks[2].f(x)\nx = x + self.blocks[2].g(x)\n{END}",
+}
+TOPOLOGIES = ["denseformer", "hc-static", "ancre-ingoing"]
+
+
+def net_of(body: str) -> nn.Module:
+    net = written_net(body=body)
+    net.skip, net.exit = (), -1
+    return net
+
+
+def moved(model: nn.Module) -> nn.Module:
+    for connection in rewire.connections(model).values():
+        for weight in connection.parameters():
+            nn.init.normal_(weight, 0.5, 0.5)
+    return model
+
+
+def without(model: nn.Module, x: Tensor, *skipped: int) -> Tensor:
+    """What a model computes if the branches of some blocks are zero."""
+    model = copy.deepcopy(model)
+    for n in skipped:
+        for branch in (model.blocks[n].f, model.blocks[n].g):
+            branch.register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+    result: Tensor = model(x)
+    return result
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("skip", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("way", BODIES)
+def test_skipped_iterations(way: str, topology: str, skip: tuple[int, ...]) -> None:
+    rewired = moved(rewire.compile(net_of(BODIES[way]), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    expected = without(rewired, x, *skip)
+    rewired.skip = skip
+    torch.testing.assert_close(rewired(x), expected)
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "ancre-ingoing"])
+def test_states_that_a_norm_makes(topology: str) -> None:
+    """A skipped iteration makes none."""
+    body = f"{LOOP}{SKIP}    x = block.f[0](x + block.f(x))\n    x = block.g[0](x + block.g(x))\n{END}"
+    rewired = rewire.compile(net_of(body), topology, example_inputs=(written_input(),))
+    x = written_input()
+    plain = rewire.restore(rewired)
+    for skip in ((0,), (1,), (2,), (0, 1)):
+        rewired.skip = plain.skip = skip
+        torch.testing.assert_close(rewired(x), plain(x))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("way", EXITS)
+def test_early_exits(way: str, topology: str) -> None:
+    rewired = moved(rewire.compile(net_of(EXITS[way]), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    expected = without(rewired, x, 2)
+    rewired.exit = 1
+    torch.testing.assert_close(rewired(x), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (0, 1, 1, 2), (2, 1, 0), (0, 1, 2, 0)])
+def test_iterations_in_another_order_are_refused(order: tuple[int, ...]) -> None:
+    net = net_of(f"for block in self.order():\n{ADDS}    if self.exit == 7:\n        break\n{END}")
+    net.order = lambda: net.blocks
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    rewired.order = lambda: [rewired.blocks[n] for n in order]
+    with pytest.raises(rewire.OutOfOrder, match="iterations run in another order"):
+        rewired(written_input())
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.wrapped(x)
+        return result
+
+
+def test_modules_that_are_replaced_are_known_by_their_places() -> None:
+    """As PEFT replaces projections."""
+    rewired = moved(rewire.compile(net_of(BODIES["continue"]), "denseformer", example_inputs=(written_input(),)))
+    x = written_input()
+    expected = without(rewired, x, 1)
+    rewired.blocks[2].f = Wrapped(rewired.blocks[2].f)
+    rewired.skip = (1,)
+    torch.testing.assert_close(rewired(x), expected)
+
+
+def test_modules_that_nobody_knows() -> None:
+    """All iterations may run; which one was skipped, nothing tells."""
+    net = net_of(BODIES["by names"].replace("block in self.blocks", "block in self.given()"))
+    net.given = lambda: net.blocks
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    x = written_input()
+    expected = rewired(x)
+    strangers = copy.deepcopy(rewired.blocks)
+    rewired.given = lambda: strangers
+    torch.testing.assert_close(rewired(x), expected)
+    for rewired.skip in (0,), (1,), (2,):
+        with pytest.raises(rewire.OutOfOrder):
+            rewired(x)
+
+
+def test_copies_and_compiled_models() -> None:
+    """A copy has modules of its own."""
+    rewired = moved(rewire.compile(net_of(BODIES["continue"]), "ancre-ingoing", example_inputs=(written_input(),)))
+    x = written_input()
+    expected = without(rewired, x, 1)
+    rewired.skip = (1,)
+    for model in (copy.deepcopy(rewired), torch.compile(rewired, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{LOOP}    if n not in self.skip:\n        x = x + block.f(x)\n    x = x + block.g(x)\n{END}",
+        f"{LOOP}    try:\n        if n in self.skip:\n            raise ValueError\n{INNER}    except ValueError:\n"
+        f"        continue\n{END}",
+        f"n = -1\nwhile n < 2:\n    n += 1\n    block = self.blocks[n]\n{SKIP}{ADDS}{END}",
+    ],
+)
+def test_loops_of_which_nothing_tells_the_iteration(body: str) -> None:
+    """They run as they did, and are refused when they do not."""
+    rewired = rewire.compile(net_of(body), "denseformer", example_inputs=(written_input(),))
+    assert "before=" not in rewire.source(rewired, "")
+    x = written_input()
+    plain = rewire.restore(rewired)
+    torch.testing.assert_close(rewired(x), plain(x))
+    rewired.skip = (1,)
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(x)
