@@ -232,6 +232,8 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             state = module.__getstate__()
             empty.__setstate__({name: _copy_of(value, memo) for name, value in state.items()})
         copied: M = copy.deepcopy(model, memo)
+        if issubclass(type(model), type(copied)):  # its `__reduce__` names a class; ours would be lost
+            copied.__class__ = type(model)
         for module, name, function in bound:
             cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
             memo[id(module)].__dict__[name] = clone(function, function.__code__, cells)

@@ -69,6 +69,7 @@ class Depth:
         item: Item | None = None,
         qkv: bool = False,
         width: int | None = None,
+        again: bool = False,
     ) -> Any:
         """The value, a tensor, of a stream that an argument or an expression holds.
 
@@ -83,6 +84,7 @@ class Depth:
             item: the item of a container with which the trunk starts; None: the first that is not a stream's value.
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: with ``qkv``, the number of channels of each of the three, if known.
+            again: whether a loop makes ``value``, in later iterations something else than what the trunk starts with.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
@@ -117,7 +119,8 @@ class Depth:
             begun = [live for live in self.live if live.entry is entry and (live.start or not live.stream.complete)]
             if not begun:
                 return self._begin(value, norm, entry)
-            self._check_beside(begun[0])
+            if not again:
+                self._check_beside(begun[0])
         return value
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:

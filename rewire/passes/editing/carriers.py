@@ -6,9 +6,11 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection
 from types import CodeType
 
+from rewire.code.text import span_of, within
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
@@ -166,7 +168,11 @@ class Carriers:
         if not home.holds(entry.scope) and not self.brought(home, entry, 0):
             return False
         try:
-            return may_be_left_out(self.sources.text(home), self.sources.call(first))
+            text, call = self.sources.text(home), self.sources.call(first)
+            loop = next((node for node in text.above(call) if isinstance(node, (ast.For, ast.While))), None)
+            if loop is not None and home.holds(entry.scope) and within(self.sources.span(home, entry), span_of(loop)):
+                return False  # the loop makes the first state, too: the stream would begin in each iteration
+            return may_be_left_out(text, call)
         except EditError:
             return False
 

@@ -49,6 +49,8 @@ class Open:
         norm: the norm that is the first to read the value.
         item: if a call returns several tensors, what leads to the value, or its number among them.
         overwritten: whether the first add overwrites the value in place.
+        before: the statement before which the trunk starts with the variable that holds the value, if operations that
+            did not run stand between.
     """
 
     at: Span
@@ -56,6 +58,7 @@ class Open:
     norm: Written | None = None
     item: Item | None = None
     overwritten: bool = False
+    before: Span | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,7 @@ from rewire.passes.editing.variables import (
     is_one_of_several,
     only_returned,
     place_returned,
+    read_behind_ifs,
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
@@ -185,7 +186,16 @@ class _Planner:
             norm, item = self._norm(scope, start, value), self._item_made(value, scope)
             self._check_started_once(scope, at, item)
             over = overwritten(self.flow, [value], self.adds[0])
-            function.put(("open", at, item), Open(at, number, norm, item, over))
+            before = self._place_behind_ifs(scope, value, at) if item is None else None
+            function.put(("open", at, item), Open(at, number, norm, item, over, before))
+
+    def _place_behind_ifs(self, scope: Scope, value: Op, at: Span) -> Span | None:
+        """The statement that first reads a trunk's first value, if an ``if`` before it may change the variable."""
+        text = self.sources.text(scope)
+        if any(user.scope is scope for user in self.flow.users[value]):  # it is read before, too
+            return None
+        reader = read_behind_ifs(text, text.nodes[at][0]) if at in text.nodes else None
+        return None if reader is None else span_of(reader)
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
         """Refuse a first state that a lambda or a comprehension makes among others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable, Sequence, Set
 
 from rewire.code.text import Span, Text, span_of, within
@@ -427,6 +428,17 @@ def bound_before(text: Text, statement: ast.AST) -> set[str]:
                         names |= _targets(text, before)
         statement = parent
     return names
+
+
+def read_behind_ifs(text: Text, node: ast.AST) -> ast.stmt | None:
+    """The statement that first reads a variable assigned at ``node``, if an ``if`` in between may change it."""
+    name, statement = assigned(text, node), text.statement(node)
+    lists = [getattr(text.parents[statement], field, None) for field in ("body", "orelse", "finalbody")]
+    body = next((each for each in lists if isinstance(each, list) and statement in each), [])
+    behind = body[body.index(statement) + 1 :] if name is not None else []
+    ifs = [*itertools.takewhile(lambda each: isinstance(each, ast.If) or not _mentions(each, name or ""), behind)]
+    stored = (n for each in ifs for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return behind[len(ifs)] if len(ifs) < len(behind) and any(n.id == name for n in stored) else None
 
 
 def _binds(statements: Sequence[ast.stmt], name: str) -> bool:

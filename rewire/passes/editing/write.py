@@ -148,10 +148,16 @@ class _Editor:
         how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
         item = getattr(edit, "item", None)
         how += [] if item is None else [f"item={item}"]
+        how += ["again=True"] if type(edit) is Open and self._is_repeated(edit) else []
         trunk, others = getattr(edit, "trunk", 0), getattr(edit, "others", ())
         if others:
             return [*how, f"trunk={(trunk, *others)}"]
         return [*how, f"trunk={trunk}"] if trunk else how
+
+    def _is_repeated(self, edit: Open) -> bool:
+        """Whether a loop runs the expression with which a trunk starts."""
+        nodes = self.text.nodes.get(edit.at, ())
+        return any(isinstance(above, (ast.For, ast.While)) for node in nodes[:1] for above in self.text.above(node))
 
     def _gate_parameter(self) -> Change:
         """Add the gate as first parameter of a helper that is no method."""
@@ -231,6 +237,10 @@ class _Editor:
         return self._before(loop.body[0], f"{edit.name} = {self.depth}.reach({edit.name}, {how})")
 
     def _open(self, edit: Open) -> list[Change]:
+        if edit.before is not None:
+            name = assigned(self.text, self.text.nodes[edit.at][0])
+            statement = next(node for node in self.text.nodes[edit.before] if isinstance(node, ast.stmt))
+            return self._before(statement, f"{name} = {self.depth}.open({', '.join([str(name), *self._how(edit)])})")
         return [*self._made("open", edit), *self._behind_if(edit)]
 
     def _push(self, edit: Push) -> list[Change]:
@@ -247,7 +257,7 @@ class _Editor:
         if name is None or around is None:
             return []
         how = f", trunk={edit.trunk}" * bool(edit.trunk) + ", begin=False" * edit.overwritten  # holders are unknown
-        call = f"open({name}{how})"
+        call = f"open({name}{how}{', again=True' * self._is_repeated(edit)})"
         if isinstance(edit, Push):
             call = f"reach({name}{self._of([edit.trunk, *edit.others], ', None')})"
         return self._line_behind(around, f"{name} = {self.depth}.{call}")

@@ -278,3 +278,86 @@ def test_what_a_block_gives_a_tensor_is_not_edited() -> None:
     rewired = rewire.compile(net, "hc-static", example_inputs=(torch.randn(2, 5, 8),))
     assert len(rewire.connections(rewired)["Sequential"].layout.units) == 3
     assert "weight(x).sigmoid()" not in "".join(line for line in rewire.diff(rewired).splitlines() if line[0:1] in "+-")
+
+
+class Projecting(nn.Module):
+    """A block that projects its shortcut where the width changes."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.f = nn.Linear(inner, outer)
+        self.shortcut = nn.Linear(inner, outer) if inner != outer else nn.Identity()
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.shortcut(x) + self.f(x.tanh() + shift)
+
+
+class SongUNet(nn.Module):
+    """One loop over the first layer, blocks, and a block that is in no trunk (EDM); it may leave each of them out."""
+
+    def __init__(self, by_kind: bool) -> None:
+        super().__init__()
+        blocks = {"a": Projecting(8, 8), "b": Projecting(8, 8), "c": Projecting(8, 8), "down": Projecting(8, 12)}
+        self.blocks, self.by_kind = nn.ModuleDict({"conv": nn.Linear(8, 8), **blocks}), by_kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = x
+        for name, block in self.blocks.items():
+            if "beside" in name:
+                beside = block(beside)
+            elif self.by_kind:
+                x = block(x, 0.5) if isinstance(block, Projecting) else block(x)
+            else:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_a_loop_that_makes_the_first_state_does_not_begin_the_stream(by_kind: bool) -> None:
+    """It would begin again with what each of its calls returns."""
+    rewired = rewire.compile(SongUNet(by_kind), "denseformer", example_inputs=(torch.randn(2, 3, 8),))
+    assert len(rewire.connections(rewired)["blocks"].layout.units) == 3
+    assert "open(" not in rewire.source(rewired, "")
+
+
+class Mixed(nn.Module):
+    """A block that adds what the one before it returned (Mamba)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = x if residual is None else residual + x
+        return self.f(self.norm(residual)), residual
+
+
+class Vim(nn.Module):
+    """Turns positions before each block, or flips the sequence before the first one."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.layers, self.embed, self.turns = nn.ModuleList(Mixed() for _ in range(4)), nn.Linear(8, 8), turns
+        self.register_buffer("turn", torch.randn(8).cos())
+
+    def forward(self, x: Tensor, flip: bool = False) -> Tensor:
+        x = self.embed(x)
+        if flip:
+            x = x.flip([1])
+        residual = None
+        for layer in self.layers:
+            if self.turns:
+                x = x * self.turn
+            x, residual = layer(x, residual)
+        return residual + x  # type: ignore[operator, no-any-return]
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static", "grn-v1"])
+def test_what_stands_between_an_embedding_and_the_blocks(topology: str) -> None:
+    x = torch.randn(2, 3, 8)
+    for turns in (False, True):
+        model = Vim(turns)
+        rewired = rewire.compile(model, topology, example_inputs=(x,))
+        torch.testing.assert_close(rewired(x), model(x))
+        if not turns:
+            torch.testing.assert_close(rewired(x, True), model(x, True))

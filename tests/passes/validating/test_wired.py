@@ -542,3 +542,25 @@ def test_a_model_that_has_run_often(caplog: pytest.LogCaptureFixture) -> None:
         rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(X,))
     assert "not validated" not in caplog.text
     assert [len(one.layout.units) for one in rewire.connections(rewired).values()] == [12]
+
+
+class ByName(Stack):
+    """Says how it is rebuilt, by a class that is named (as NVIDIA's `persistent_class` does, of EDM and StyleGAN)."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, depth=3)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuilt, (self.__getstate__(),)
+
+
+def rebuilt(state: dict[str, Any]) -> ByName:
+    made = ByName.__new__(ByName)
+    made.__setstate__(state)
+    return made
+
+
+def test_a_model_that_says_how_it_is_rebuilt(caplog: pytest.LogCaptureFixture) -> None:
+    """The copies of the reference are wired, too."""
+    rewire.compile(ByName(), "denseformer", example_inputs=(vectors(),))
+    assert "was not validated" not in caplog.text
