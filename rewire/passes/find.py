@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from rewire.passes.finding.adds import Add
 from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.channels import are_turned, channels_of
 from rewire.passes.finding.cuts import why_cut
-from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.flow import Flow, Op, reached
 from rewire.passes.finding.follow import follow
 from rewire.passes.finding.frames import of_library
 from rewire.passes.finding.names import named
@@ -48,6 +48,10 @@ NONE_RAN = (
 )
 TRAINING_ONLY = "it is a residual stream in training mode only: streams of evaluation mode are connected"
 SINGLE = "a single residual add: there is nothing to connect it with"
+BESIDE = (
+    "adds what is not computed from the state that it adds to: it changes the state between two residual adds, as in "
+    "the plain model, and is none itself"
+)
 
 
 @dataclasses.dataclass
@@ -432,6 +436,7 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     made = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
     aside = {add: why for add, why in rejected.items() if add.op not in made or sums.isdisjoint(add.region)}
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
+    left += [LeftAlone(path, BESIDE, *written_at(op.place)) for chain in linked for op, path in _beside(chain)]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -456,6 +461,27 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
 def _unkind(sites: Iterable[Site]) -> list[Site]:
     """Sites without their kinds: one call of an attention may get keys and values from elsewhere."""
     return [dataclasses.replace(site, kind="") for site in sites]
+
+
+def _beside(chain: Chain) -> Iterator[tuple[Op, str]]:
+    """Sums between a chain's adds with a branch of something else than the state, and that branch's module."""
+    for add in chain.adds:
+        ours = {add.op, *add.post}
+        for op in add.post:
+            branch = next((source for source in op.inputs if source not in ours and not source.constant), None)
+            if op.name != "add" or branch is None or branch.shape != op.shape:
+                continue
+            made = [each for each in reached([branch], lambda each: each.inputs) if each.index > add.op.index]
+            weighted = [each for each in made if each.weighted and ours.isdisjoint(each.inputs)]
+            if weighted:
+                yield op, _called_by(op, max(weighted, key=lambda each: each.index))
+
+
+def _called_by(op: Op, inner: Op) -> str:
+    """Path of the module below that of ``op`` in which ``inner`` runs, or of its own."""
+    depth = len(op.scope.modules())
+    around = inner.scope.modules()
+    return around[depth].path if len(around) > depth and op.scope.holds(inner.scope) else inner.scope.path
 
 
 def _same_code(chain: Chain, other: Chain) -> bool:

@@ -78,8 +78,9 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
     sums = {add.op for chain in linked for add in chain.adds}
     for chain in linked:
         _close(flow, chain, sums)
-        for add in chain.adds:
-            add.others = frozenset(add.region & sums)
+    states = {op for chain in linked for add in chain.adds for op in (chain.entry, add.op, *add.post)}
+    for add in (add for chain in linked for add in chain.adds):
+        add.others = frozenset(add.region & states)
     return linked, rejected
 
 

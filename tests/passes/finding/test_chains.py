@@ -261,3 +261,55 @@ def test_two_streams_of_which_one_loop_runs_the_blocks_are_not_cut() -> None:
     loops = f"y = x.tanh()\n{''.join(loops)}x = torch.cat([x, y])"
     trunks = rewire.inspect(written_net(block, loops), (written_input(),)).trunks
     assert sorted(len(trunk.sites) for trunk in trunks) == [2, 3]  # the first adds what was made of another value
+
+
+class Bias(nn.Module):
+    """An attention of one stream with a bias from another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, m: Tensor, z: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(self.q(m), self.k(m), self.v(m), z.mean(-1)[:, None, :])
+
+
+class Evoformer(nn.Module):
+    """Two streams, of which the first one is added to the second before or behind its own add (multimers: before)."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.att, self.outer, self.pair, self.before = Bias(), nn.Linear(8, 12), nn.Linear(12, 12), before
+
+    def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        if self.before:
+            z = z + self.outer(m)
+        m = m + self.att(m.tanh(), z)
+        if not self.before:
+            z = z + self.outer(m)
+        z = z + self.pair(z.tanh())
+        return m, z
+
+
+class Evoformers(nn.Module):
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Evoformer(before) for _ in range(3))
+
+    def forward(self, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            m, z = block(m, z)
+        return m, z
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_branch_of_another_stream_is_named_or_said_to_be_beside(before: bool) -> None:
+    inputs = torch.randn(2, 5, 8), torch.randn(2, 5, 12)
+    report = rewire.inspect(Evoformers(before), inputs)
+    first, second = report.trunks
+    assert [(site.branch, site.kind) for site in first.sites] == 3 * [("att", "attention")]
+    assert [site.branch for site in second.sites] == 3 * (["pair"] if before else ["outer", "pair"])
+    beside = [each for each in report.left if each.why.startswith("adds what is not computed from the state")]
+    assert [each.path for each in beside] == (["blocks.1.outer", "blocks.2.outer"] if before else [])
+    assert all(each.written == "z + self.outer(m)" for each in beside)
+    rewire.compile(Evoformers(before), "denseformer", example_inputs=inputs)
