@@ -213,3 +213,56 @@ def test_a_stream_that_starts_with_an_expression_or_in_what_is_called() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Renamed(True) for _ in range(3)))
     with pytest.raises(rewire.EditError, match="starts in different places"):
         rewire.compile(model, "hc-dynamic", example_inputs=(torch.randn(2, 3, WIDTH),), validate=False)
+
+
+class DropsFirst(nn.Module):
+    """A block of flash-attn: the first one drops a part of the embeddings, and keeps the result under another name."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm, self.f, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        dropped = self.drop(x)
+        residual = (dropped + residual) if residual is not None else dropped
+        return self.f(self.norm(residual)), residual
+
+
+class DropsEmbeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DropsFirst(0.0 if number else 0.1) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return residual + x  # type: ignore[operator, no-any-return]
+
+
+class DropsAnotherName(nn.Module):
+    """The variable that is dropped from is the parameter under another name (BLT's decoder)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        x = given
+        x = nn.functional.dropout(x, 0.1, self.training)
+        for layer in self.layers:
+            x = x + layer(x.tanh())
+        return x
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static"])
+@pytest.mark.parametrize("net", [DropsEmbeddings, DropsAnotherName])
+def test_a_dropout_before_the_first_add_under_another_name(net: type[nn.Module], topology: str) -> None:
+    model, x = net(), torch.randn(2, 3, WIDTH)
+    rewired = rewire.compile(model, topology, example_inputs=(x,))
+    for training in (False, True):
+        runs = []
+        for each in (model, rewired):
+            torch.manual_seed(1)
+            runs.append(each.train(training)(x))
+        torch.testing.assert_close(*runs)

@@ -26,9 +26,10 @@ def warn_of_other_methods(found: Found, plans: Plans) -> None:
             if code not in ran and code not in told:
                 told.add(code)
                 log.warning(
-                    "'%s' (%s:%d) makes the residual adds of '%s' in another way, and did not run with the example "
+                    "'%s' (%s:%d) makes the residual adds of %s in another way, and did not run with the example "
                     "inputs. It stays as it is, without connections, and computes what the plain model does",
-                    *(method.__qualname__, code.co_filename, code.co_firstlineno, plan.path),
+                    *(method.__qualname__, code.co_filename, code.co_firstlineno),
+                    f"'{plan.path}'" if plan.path else "the model",
                 )
 
 
@@ -50,5 +51,6 @@ def _adds(method: FunctionType, branches: set[str]) -> bool:
     """Whether a method takes an argument, names all branches, and adds."""
     code = method.__code__
     takes = len(inspect.signature(method).parameters) > 1
-    steps = dis.get_instructions(code) if takes and branches.issubset(code.co_names) else ()
-    return any(step.opname == "BINARY_OP" and step.argrepr in ("+", "+=") for step in steps)
+    steps = [*dis.get_instructions(code)] if takes and branches.issubset(code.co_names) else []
+    sums = (n for n, step in enumerate(steps) if step.opname == "BINARY_OP" and step.argrepr in ("+", "+="))
+    return any(steps[n - 1].opname != "LOAD_CONST" for n in sums)  # not `depth + 1`

@@ -302,8 +302,8 @@ class _Planner:
         text = function.text
         earlier, later = sorted((known, place), key=lambda p: (0, 0, 0) if isinstance(p[0], str) else (1, p[0], p[2]))
         names = earlier if isinstance(earlier[0], str) else (_variable(text, earlier),)
-        if isinstance(later[0], str) or _variable(text, later) not in names:
-            raise _two_starts(text)
+        if isinstance(later[0], str) or not _continues(text, later, {name for name in names if name}):
+            raise _two_starts(text, None if isinstance(later[0], str) else later)
         function.begins[self.name] = later
         if later == place:
             for key in [key for key in function.edits if key[:2] == ("open", earlier)]:
@@ -565,10 +565,26 @@ def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[
     return tuple(inner)
 
 
-def _two_starts(text: Text) -> EditError:
+def _continues(text: Text, at: Span, names: set[str]) -> bool:
+    """Whether an expression makes a new value of a variable among ``names``, or of another name for one.
+
+    If that gets a name of its own, every call has to make it.
+    """
+    for node in ast.walk(text.tree):  # in the order of the statements of one list
+        if isinstance(node, ast.Assign):
+            ways = (node.value.body, node.value.orelse) if isinstance(node.value, ast.IfExp) else (node.value,)
+            if any(isinstance(way, ast.Name) and way.id in names for way in ways):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    nodes = text.nodes.get(at, [])[:1]
+    read = {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return _variable(text, at) in names or not (read.isdisjoint(names) or is_conditional(text, [at], loops=False))
+
+
+def _two_starts(text: Text, at: Span | None = None) -> EditError:
+    where = text.where(text.nodes[at][0]) if at in text.nodes else text.where()
     return EditError(
-        f"the residual stream starts in different places of {text.where()}, in evaluation and in training mode or in "
-        "two calls"
+        f"the residual stream starts in different places, in evaluation and in training mode or in two calls, one of "
+        f"which is {where}: make the state that the trunk starts with in one expression, or keep it in one variable"
     )
 
 

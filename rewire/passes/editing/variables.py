@@ -354,10 +354,10 @@ _IFS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
 
 
-def is_conditional(text: Text, places: Sequence[Span]) -> bool:
-    """Whether a call may skip one of these expressions: through an ``if``, a loop, or an earlier ``return``."""
+def is_conditional(text: Text, places: Sequence[Span], loops: bool = True) -> bool:
+    """Whether a call may skip one of these expressions: through an ``if``, an earlier ``return``, or perhaps a loop."""
     nodes = [node for at in places for node in text.nodes.get(at, [])[:1]]
-    if any(isinstance(parent, (*_IFS, *_LOOPS)) for node in nodes for parent in text.above(node)):
+    if any(isinstance(parent, (*_IFS, *(_LOOPS if loops else ()))) for node in nodes for parent in text.above(node)):
         return True
     last = max((getattr(node, "lineno", 0) for node in nodes), default=0)
     return any(isinstance(node, ast.Return) and node.lineno < last for node in ast.walk(text.tree))
