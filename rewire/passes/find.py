@@ -201,17 +201,20 @@ def check_found(found: Found, prepared: Prepared) -> None:
         NoResidualAdds: with the adds that were left alone, and why.
     """
     if not found.trunks:
-        raise NoResidualAdds(_nothing_found(prepared, found.report, found.evaluation.flow.unseen))
+        raise NoResidualAdds(_nothing_found(prepared, found.report, found.evaluation.flow))
 
 
-def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
+def _nothing_found(prepared: Prepared, report: Report, flow: Flow) -> str:
     """The error message: each add that was left alone, and why."""
     name, rows = prepared.name, told(report.left)
     if not rows:
+        sums = [f"\n  `{written}`{f' ({place})' if place else ''}" for place, written in _sums_of_branches(flow)]
+        seen = f" Its sums, none of which is one:{''.join(sums[:_SHOWN])}" if sums else ""
         return (
-            f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
-            f"through weights.{'' if prepared.given else ' If only a run shows that, pass example_inputs.'}"
-            f"{f' Something hides what it does: {unseen}.' if unseen else ''}"
+            f"no residual stream was found in {name}: nothing in its forwards adds to a whole value what is computed "
+            "from that same value through weights."
+            f"{'' if prepared.given else ' If only a run shows that, pass example_inputs.'}"
+            f"{f' Something hides what it does: {flow.unseen}.' if flow.unseen else ''}{seen}"
         )
     lines = [f"\n  {path}: {why}{f' ({place})' if place else ''}" for path, why, place in rows[:_SHOWN]]
     more = f"\n  ... and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
@@ -220,6 +223,19 @@ def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
         "connected where the value that it makes is the shortcut of the next one; weights on the way, other than a "
         "norm's, end the stream."
     )
+
+
+def _sums_of_branches(flow: Flow) -> list[tuple[str, str]]:
+    """Where tensors of one shape are added of which one, at least, is computed through weights, and how."""
+    weighted: set[Op] = set()
+    found: dict[tuple[str, str], None] = {}
+    for op in flow:
+        if op.weighted or not weighted.isdisjoint(op.inputs):
+            weighted.add(op)
+        same = len(op.inputs) == 2 and op.name == "add" and all(each.shape == op.shape for each in op.inputs)
+        if same and op.place is not None and not weighted.isdisjoint(op.inputs):
+            found[written_at(op.place)] = None
+    return list(found)
 
 
 def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
