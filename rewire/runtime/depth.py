@@ -557,22 +557,23 @@ class Depth:
             value: the variable's value, perhaps in a container.
             to: number of this call's adds up to here; -1: all adds of the trunk; None: only a post may be skipped.
             trunks: numbers of the function's trunks that this concerns; default: all, or the first if ``to`` is -1.
-            before: in place of ``to``, at the start of a loop's iteration: the function's module, and the one below it
-                that this iteration runs.
+            before: in a loop's iteration, the function's module, and the one below it that this iteration runs: ``to``
+                then counts the adds of the iteration.
             trunk: number of the trunk to which the loop adds.
 
         Raises:
             OutOfOrder: iterations run in another order than when the model was rewired.
         """
         if before is not None:
-            return self._at_iteration(value, self.entries[trunk], *before)
+            return self._at_iteration(value, self.entries[trunk], *before, to or 0)
         return mapped(value, lambda part: self._reached(part, to, trunks))
 
-    def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object) -> Any:
+    def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object, to: int) -> Any:
         live = self._of_trunk(entry.trunk)
         if live is None or not isinstance(value, Tensor):
             return value
-        adds = entry.adds_before(owner, module)
+        before = entry.adds_before(owner, module)
+        adds = None if before is None else before + to
         ran = live.stream.position - live.first
         live.unclear |= adds is None
         if adds is None or adds == ran:
@@ -751,8 +752,7 @@ class Depth:
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
                 "known which one that was: with the add in the forward of a block, in an `if` that changes the same "
-                "variable, or in a `for` loop that calls another module in each iteration, and makes all of its adds "
-                f"or leaves out the last ones.{self.advice}"
+                f"variable, or in a `for` loop that calls another module in each iteration.{self.advice}"
             )
         if not leaves and not stream.complete:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""

@@ -227,6 +227,8 @@ class Iteration:
         trunk: index of the trunk among those of the function.
         module: how a module is written that is another one in each iteration; empty if two calls differ in that.
         sites: these modules' paths below the function's module -> number of the function's adds before.
+        ifs: each ``if`` in the loop, or ``x + f if .. else x``, that may leave out adds before others -> number of the
+            iteration's adds up to its end.
     """
 
     at: Span
@@ -234,6 +236,7 @@ class Iteration:
     trunk: int
     module: Written
     sites: tuple[tuple[str, int], ...]
+    ifs: tuple[tuple[Span, int], ...] = ()
 
 
 Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach | Iteration
@@ -370,12 +373,14 @@ def _merged(a: Any, b: Any) -> Any:
         a, b = _of_both(a, b)
     if type(a) is not type(b):
         return None
-    if isinstance(a, Reach):  # several trunks end there
+    if isinstance(a, Reach) and isinstance(b, Reach):  # several trunks end there
+        if a.to != b.to:  # two calls make different numbers of adds: only the gate knows how many
+            return dataclasses.replace(a, names=())
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
-        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)), a.before) if a.to == b.to == -1 else None
+        return dataclasses.replace(a, names=tuple(sorted(names)), trunks=tuple(sorted(trunks)))
     if isinstance(a, Iteration) and isinstance(b, Iteration):
         sites = {*a.sites, *b.sites}
-        alike = (a.name, a.module, len(dict(sites))) == (b.name, b.module, len(sites))
+        alike = (a.name, a.module, a.ifs, len(dict(sites))) == (b.name, b.module, b.ifs, len(sites))
         return dataclasses.replace(a, module=a.module if alike else "", sites=tuple(sorted(sites)))
     if isinstance(a, Project) and a.module and b.module and a.way in "qkv" and b.way in "qkv":
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])

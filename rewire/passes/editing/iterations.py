@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from rewire.code.text import Span, Text, place_of, span_of
 from rewire.passes.editing.additions import written_to
@@ -28,7 +28,7 @@ from rewire.passes.finding.flow import Scope
 #: Statements around an add in a loop's body.
 _STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 #: Expressions that may leave out a part of themselves, or run it at another time.
-_BRANCHING = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+_BRANCHING = (ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
 #: Functions that leave out nothing of what a loop runs through.
 _ALL = frozenset({"enumerate", "zip", "range", "len", "reversed", "list", "tuple", "sorted"})
 
@@ -61,7 +61,7 @@ def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
         for edit in edits:
             function.put(("iteration", edit.at, trunk), edit)
         if all(add.op.scope is scope for add in own):  # else `_Planner._end` does
-            _put_ends(function, [*sites], names.pop() or "", trunk, len(own))
+            _put_ends(function, sites, names.pop() or "", trunk)
 
 
 def _is_given(carriers: Carriers, name: str, scope: Scope, add: Add) -> bool:
@@ -70,16 +70,20 @@ def _is_given(carriers: Carriers, name: str, scope: Scope, add: Add) -> bool:
     return called.call is not None and name in carriers.sources.plan(called).branch_given
 
 
-def _put_ends(function: FunctionPlan, places: Sequence[Span], name: str, trunk: int, count: int) -> None:
-    """Add the edits where later adds do not run any more: early exits, and what follows the loop."""
+def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str, trunk: int) -> None:
+    """Add the edits where later adds do not run any more: behind loops, and at early exits."""
     text = function.text
-    nodes = [text.nodes[at][0] for at in places]
-    found = [(span_of(each), True) for each in ends(text, nodes, {name}) if each not in text.tree.body]
-    found = [(at, before) for at, before in found if name in bound_before(text, text.nodes[at][0])]
-    last = max((each for each in text.tree.body if any(node in ast.walk(each) for node in nodes)), key=span_of)
-    if isinstance(last, ast.For):
-        found.append((span_of(last), False))
-    for at, before in found:
+    nodes = {at: text.nodes[at][0] for at in sites}
+    passed = dict[tuple[Span, bool], int]()
+    for at, node in nodes.items():
+        loops = [each for each in text.above(node) if isinstance(each, ast.For)]
+        if loops:
+            behind = span_of(loops[-1]), False
+            passed[behind] = max(passed.get(behind, 0), *(number + 1 for number in sites[at]))
+    exits = [each for each in ends(text, [*nodes.values()], {name}) if each not in text.tree.body]
+    known = [span_of(each) for each in exits if name in bound_before(text, each)]
+    passed |= dict.fromkeys(((at, True) for at in known), sum(map(len, sites.values())))
+    for (at, before), count in passed.items():
         function.put(("reach", at, before, trunk), Reach(at, (name,), (trunk,), before, count))
 
 
@@ -96,7 +100,7 @@ def _loop_around(text: Text, at: Span) -> ast.For | None:
 def _may_skip(text: Text, loop: ast.For) -> bool:
     """Whether a loop may run other iterations in another call, or an iteration leave out adds."""
     inside = [node for statement in loop.body for node in ast.walk(statement)]
-    if any(isinstance(node, (ast.Continue, ast.Break, ast.Return, ast.If)) for node in inside):
+    if any(isinstance(node, (ast.Continue, ast.Break, ast.Return, ast.If, ast.IfExp)) for node in inside):
         return True
     given = [*ast.walk(loop.iter)]
     names = {node.id for node in given if isinstance(node, ast.Name)}
@@ -108,15 +112,26 @@ def _iteration(
 ) -> Iteration | None:
     """The edit at the start of a loop's body; None if nothing tells its iterations apart."""
     text = carriers.sources.text(scope)
-    lists, runs = {_lists(text, loop, at) for at in sites}, {len(numbers) for numbers in sites.values()}
-    name = _variable(text, next(iter(sites)))
-    if len(lists) > 1 or len(runs) > 1 or name is None or name not in bound_before(text, loop):
+    ifs = {at: _if_around(text, loop, at) for at in sites}
+    alone = all(len({_lists(text, loop, at) for at in sites if ifs[at] is each}) == 1 for each in ifs.values())
+    name, runs = _variable(text, next(iter(sites))), {len(numbers) for numbers in sites.values()}
+    if not alone or len(runs) > 1 or name is None or name not in bound_before(text, loop):
         return None
     firsts = [min(numbers) for numbers in zip(*sites.values(), strict=True)]
+    passed = {each: max(sites[at][0] for at in sites if ifs[at] is each) + 1 - firsts[0] for each in ifs.values()}
+    behind = tuple((span_of(each), count) for each, count in passed.items() if each and count < len(sites))
     for written, paths in _called(carriers, scope, text, loop):
         if len(firsts) == len(paths) == len({*paths}):
-            return Iteration(span_of(loop), name, trunk, written, tuple(zip(paths, firsts, strict=True)))
+            return Iteration(span_of(loop), name, trunk, written, tuple(zip(paths, firsts, strict=True)), behind)
     return None
+
+
+def _if_around(text: Text, loop: ast.For, at: Span) -> ast.stmt | None:
+    """The outermost ``if`` in a loop around an add, or the statement ``x = x + f if .. else x``."""
+    node = text.nodes[at][0]
+    above = [*itertools.takewhile(lambda each: each is not loop, text.above(node))]
+    found = next((each for each in above[::-1] if isinstance(each, ast.If)), None)
+    return found or (text.statement(node) if any(isinstance(each, ast.IfExp) for each in above) else None)
 
 
 def _lists(text: Text, loop: ast.For, at: Span) -> tuple[tuple[ast.AST, bool], ...]:

@@ -234,7 +234,11 @@ class _Editor:
             return []
         loop = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.For))
         how = f"before=({self.text.receiver}, {edit.module})" + f", trunk={edit.trunk}" * bool(edit.trunk)
-        return self._before(loop.body[0], f"{edit.name} = {self.depth}.reach({edit.name}, {how})")
+        changes = self._before(loop.body[0], f"{edit.name} = {self.depth}.reach({edit.name}, {how})")
+        for at, adds in edit.ifs:
+            line = f"{edit.name} = {self.depth}.reach({edit.name}, {adds}, {how})"
+            changes += self._line_behind(next(n for n in self.text.nodes[at] if isinstance(n, ast.stmt)), line)
+        return changes
 
     def _open(self, edit: Open) -> list[Change]:
         if edit.before is not None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from written_nets import written_input, written_net
+from written_nets import WIDTH, written_input, written_net
 
 import rewire
 
@@ -63,12 +63,12 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
-def without(model: nn.Module, x: Tensor, *skipped: int) -> Tensor:
-    """What a model computes if the branches of some blocks are zero."""
+def without(model: nn.Module, x: Tensor, *skipped: int, branches: str = "fg") -> Tensor:
+    """What a model computes if these branches of some blocks are zero."""
     model = copy.deepcopy(model)
     for n in skipped:
-        for branch in (model.blocks[n].f, model.blocks[n].g):
-            branch.register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+        for branch in branches:
+            getattr(model.blocks[n], branch).register_forward_hook(lambda _, args, made: torch.zeros_like(made))
     result: Tensor = model(x)
     return result
 
@@ -95,6 +95,36 @@ def test_states_that_a_norm_makes(topology: str) -> None:
     for skip in ((0,), (1,), (2,), (0, 1)):
         rewired.skip = plain.skip = skip
         torch.testing.assert_close(rewired(x), plain(x))
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("body", "skipped"),
+    [
+        (f"{LOOP}    if n not in self.skip:\n        x = x + block.f(x)\n    x = x + block.g(x)\n", "f"),
+        (f"{LOOP}    x = x + block.f(x)\n    if n not in self.skip:\n        x = x + block.g(x)\n", "g"),
+        (
+            f"{LOOP}    if n not in self.skip:\n        x = x + block.f(x)\n"
+            "    if n not in self.skip:\n        x = x + block.g(x)\n",
+            "fg",
+        ),
+        (f"{LOOP}    x = x + block.f(x)\n{SKIP}    x = x + block.g(x)\n", "g"),
+        (f"{LOOP}    if n not in self.skip:\n{INNER}    x = x + self.extra[n](x)\n", "fg"),
+        (f"{LOOP}    x = x if n in self.skip else x + block.f(x)\n    x = x + block.g(x)\n", "f"),
+        (f"{LOOP}    x = x + block.f(x)\n    x = x + block.g(x) if n not in self.skip else x\n", "g"),
+    ],
+)
+def test_some_adds_of_an_iteration(body: str, skipped: str, topology: str) -> None:
+    net = net_of(body + END)
+    net.extra = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    rewired = moved(rewire.compile(net, topology, example_inputs=(written_input(),)))
+    x = written_input()
+    for skip in ((0,), (1,), (2,), (0, 2)):
+        expected = without(rewired, x, *skip, branches=skipped)
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(x), expected)
+        rewired.skip = ()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -165,7 +195,6 @@ def test_copies_and_compiled_models() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        f"{LOOP}    if n not in self.skip:\n        x = x + block.f(x)\n    x = x + block.g(x)\n{END}",
         f"{LOOP}    try:\n        if n in self.skip:\n            raise ValueError\n{INNER}    except ValueError:\n"
         f"        continue\n{END}",
         f"n = -1\nwhile n < 2:\n    n += 1\n    block = self.blocks[n]\n{SKIP}{ADDS}{END}",
