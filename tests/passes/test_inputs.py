@@ -47,7 +47,10 @@ def test_inputs_with_gaps_that_the_plain_model_does_not_take() -> None:
 REFUSED = {
     "nothing is found": ("return self.f(x)", BODY),
     "another way": ("if x.shape[1] > 3:\n    x = x * 2\nx = x + self.f(x)\nreturn x + self.g(x)", BODY),
-    "a branch less": ("for f in (self.f, self.g)[: x.shape[1] - 1]:\n    x = x + f(x)\nreturn x", BODY),
+    "a branch less": (
+        "left = [self.g, self.f]\nwhile left and len(left) > 3 - x.shape[1]:\n    x = x + left.pop()(x)\nreturn x",
+        BODY,
+    ),
     "another order": (BLOCK, "for block in self.blocks if x.shape[1] == 3 else self.blocks[::-1]:\n    x = block(x)"),
     "a state in an object": (
         "x.x = x.x + self.f(x.x)\nreturn x",
