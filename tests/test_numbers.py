@@ -317,3 +317,14 @@ def test_how_long_compiling_takes() -> None:
         wanted.append(cells)
     lines = [line for line in page.splitlines() if re.match(r"\| \d", line)]
     assert [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines] == wanted
+
+
+def test_how_long_tracing_takes_with_nothing_else_running() -> None:
+    rows = json.loads((RESULTS / "compile_time_traced.json").read_text())["results"]
+    page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    traced = {(row["topology"], row["layers"]): row["traced"] for row in rows}
+    names = ("residual", "ancre-ingoing", "hc-dynamic")
+    few, many = ([f"{traced[name, n] / traced['plain', n]:.2f}" for name in names] for n in (12, 24))
+    assert f"took {few[0]} (`residual`), {few[1]} (`ancre-ingoing`) and {few[2]} times (`hc-dynamic`)" in page
+    assert f"the plain model's {traced['plain', 12]:.1f} s at 12 layers" in page
+    assert f"and {', '.join(many[:2])} and {many[2]} times its {traced['plain', 24]:.1f} s at 24" in page
