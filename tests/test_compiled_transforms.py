@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from every_topology import mixed
+from slow_cases import one_in
 from torch import Tensor, nn
 from written_nets import written_input, written_net
 
@@ -19,7 +20,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 OTHERS = ["grn-v3", "attnres", "muddformer", "hc-static", "hc-dynamic", "mhc"]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", one_in(3, TRANSFORMS))
 @pytest.mark.parametrize("key", ["ancre-ingoing", *(pytest.param(key, marks=pytest.mark.slow) for key in OTHERS)])
 def test_transforms_of_compiled_functions(transform: str, key: str) -> None:
     """Of `ancre`, those of forward-mode AD were wrong in silence: its operators have no tangents."""

@@ -64,6 +64,7 @@ def test_a_typo_is_said_and_nothing_fails(monkeypatch: pytest.MonkeyPatch, caplo
     assert "there is no stage 'fnd'. Did you mean 'find'? Stages are find, rewrite, validate" in caplog.text
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_unasked() -> None:
     assert "rewire" not in printed("")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rewire.code.functions import define
-from rewire.code.text import written_at
+from rewire.code.text import place_of, written_at
 from rewire.console import progress
 from rewire.copies import noting_writes, own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
@@ -452,7 +452,10 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     made = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
     aside = {add: why for add, why in rejected.items() if add.op not in made or sums.isdisjoint(add.region)}
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
-    left += [LeftAlone(path, BESIDE, *written_at(op.place)) for chain in linked for op, path in _beside(chain)]
+    told_of = {place_of(*add.op.place) for add in aside if add.op.place is not None}
+    for op, path in (found for chain in linked for found in _beside(chain)):
+        if op.place is None or place_of(*op.place) not in told_of:
+            left.append(LeftAlone(path, BESIDE, *written_at(op.place)))
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -485,7 +488,7 @@ def _beside(chain: Chain) -> Iterator[tuple[Op, str]]:
         ours = {add.op, *add.post}
         for op in add.post:
             branch = next((source for source in op.inputs if source not in ours and not source.constant), None)
-            if op.name != "add" or branch is None or branch.shape != op.shape:
+            if op.name != "add" or branch is None or not branch.shape == op.shape == add.op.shape:
                 continue
             made = [each for each in reached([branch], lambda each: each.inputs) if each.index > add.op.index]
             weighted = [each for each in made if each.weighted and ours.isdisjoint(each.inputs)]

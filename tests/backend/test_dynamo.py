@@ -140,6 +140,7 @@ def test_all_graphs_share_the_weights() -> None:
     assert "6 residual adds in 3 blocks" in str(flat.report)
 
 
+@pytest.mark.slow
 def test_training_moves_the_weights() -> None:
     model, flat = Stack(PreNorm), backend(inner="aot_eager")
     compiled = torch.compile(model, backend=flat)

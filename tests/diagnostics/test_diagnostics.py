@@ -433,6 +433,7 @@ def test_the_table() -> None:
     assert all(len(row) == 9 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     options = ["--batch", "1", "--length", "8", "--probes", "2"]
     result = CliRunner().invoke(app, ["diagnose", "hf:llama", *options, "--out", str(tmp_path / "s.png")])

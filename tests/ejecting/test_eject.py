@@ -118,6 +118,7 @@ def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(ejected(x, skip), rewired(x, skip))
 
 
+@pytest.mark.slow
 def test_models_compute_the_same_without_rewire(tmp_path: Path) -> None:
     folders = [eject_llama("ancre-ingoing", tmp_path, generate=True, collect=True)]
     compare([*folders, eject_kind("nanogpt", tmp_path), eject_kind("projection", tmp_path)])

@@ -127,6 +127,7 @@ def test_some_adds_of_an_iteration(body: str, skipped: str, topology: str) -> No
         rewired.skip = ()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("way", EXITS)
 def test_early_exits(way: str, topology: str) -> None:
