@@ -117,7 +117,10 @@ def _iteration(
     name, runs = _variable(text, next(iter(sites))), {len(numbers) for numbers in sites.values()}
     if not alone or len(runs) > 1 or name is None or name not in bound_before(text, loop):
         return None
-    firsts = [min(numbers) for numbers in zip(*sites.values(), strict=True)]
+    each_pass = [*zip(*(sites[at] for at in sorted(sites)), strict=True)]
+    if any(list(numbers) != [*range(numbers[0], numbers[0] + len(sites))] for numbers in each_pass):
+        return None  # some iterations made one add, and some another
+    firsts = [numbers[0] for numbers in each_pass]
     passed = {each: max(sites[at][0] for at in sites if ifs[at] is each) + 1 - firsts[0] for each in ifs.values()}
     behind = tuple((span_of(each), count) for each, count in passed.items() if each and count < len(sites))
     for written, paths in _called(carriers, scope, text, loop):

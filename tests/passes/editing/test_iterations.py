@@ -211,3 +211,15 @@ def test_loops_of_which_nothing_tells_the_iteration(body: str) -> None:
     rewired.skip = (1,)
     with pytest.raises(rewire.OutOfOrder):
         rewired(x)
+
+
+@pytest.mark.parametrize("ifs", [("n % 2", "n % 2 == 0"), ("n < 2", "n >= 2"), ("n >= 2", "n < 2")])
+def test_iterations_that_make_different_adds_run_as_they_did(ifs: tuple[str, str]) -> None:
+    loop = "for n, block in enumerate([*self.blocks, self.fourth]):\n"
+    body = f"{loop}    if {ifs[0]}:\n        x = x + block.f(x)\n    if {ifs[1]}:\n        x = x + block.g(x)\n"
+    net = net_of(body + END)
+    net.fourth = copy.deepcopy(net.blocks[2])
+    rewired = rewire.compile(net, "hc-static", example_inputs=(written_input(),))
+    assert "before=" not in rewire.source(rewired, "")
+    x = written_input()
+    torch.testing.assert_close(rewired(x), net(x))
