@@ -223,3 +223,22 @@ def test_iterations_that_make_different_adds_run_as_they_did(ifs: tuple[str, str
     assert "before=" not in rewire.source(rewired, "")
     x = written_input()
     torch.testing.assert_close(rewired(x), net(x))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # one of two adds in each iteration
+        f"{LOOP}    if n in self.skip:\n        x = x + block.f(x)\n    else:\n        x = x + block.g(x)\n",
+        # the same modules in two loops
+        f"{LOOP}{SKIP}    x = x + block.f(x)\n{LOOP}{SKIP}    x = x + block.f(x)\n",
+    ],
+)
+def test_modules_that_do_not_tell_which_add_runs(body: str) -> None:
+    net = net_of(body + END)
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    x = written_input()
+    torch.testing.assert_close(rewired(x), net(x))
+    rewired.skip = (1,)
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(x)
