@@ -230,6 +230,9 @@ def test_iterations_that_make_different_adds_run_as_they_did(ifs: tuple[str, str
     [
         # one of two adds in each iteration
         f"{LOOP}    if n in self.skip:\n        x = x + block.f(x)\n    else:\n        x = x + block.g(x)\n",
+        # the second is in another list of the same `if`
+        f"{LOOP}    if n not in self.skip:\n        x = x + block.f(x)\n        if n >= 0:\n"
+        "            x = x + block.g(x)\n",
         # the same modules in two loops
         f"{LOOP}{SKIP}    x = x + block.f(x)\n{LOOP}{SKIP}    x = x + block.f(x)\n",
     ],

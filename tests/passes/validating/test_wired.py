@@ -421,6 +421,20 @@ def test_a_projection_is_fed_as_the_block_feeds_it(
     assert "was not validated" not in caplog.text
 
 
+def test_blocks_that_are_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
+    """What the checkpoint would run again in backward, nothing would wire."""
+
+    class Net(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)  # type: ignore[assignment]
+            return self.out(x)  # type: ignore[no-any-return]
+
+    rewire.compile(Net(PreNorm, depth=3), "hc-static", example_inputs=(vectors(),))
+    assert "was not validated" not in caplog.text
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_branches_that_are_checkpointed_where_they_are_added(by_hand: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The add runs behind the checkpoint, whose hooks must not keep what it saves."""
