@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rewire.code.functions import define
-from rewire.code.text import place_of, written_at
+from rewire.code.text import written_at
 from rewire.console import progress
 from rewire.copies import noting_writes, own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
@@ -452,10 +452,9 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     made = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
     aside = {add: why for add, why in rejected.items() if add.op not in made or sums.isdisjoint(add.region)}
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
-    told_of = {place_of(*add.op.place) for add in aside if add.op.place is not None}
-    for op, path in (found for chain in linked for found in _beside(chain)):
-        if op.place is None or place_of(*op.place) not in told_of:
-            left.append(LeftAlone(path, BESIDE, *written_at(op.place)))
+    said = {written_at(add.op.place) for add in aside}
+    beside = [(path, written_at(op.place)) for chain in linked for op, path in _beside(chain)]
+    left += [LeftAlone(path, BESIDE, *place) for path, place in beside if place not in said]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -493,10 +492,10 @@ def _beside(chain: Chain) -> Iterator[tuple[Op, str]]:
             made = [each for each in reached([branch], lambda each: each.inputs) if each.index > add.op.index]
             weighted = [each for each in made if each.weighted and ours.isdisjoint(each.inputs)]
             if weighted:
-                yield op, _called_by(op, max(weighted, key=lambda each: each.index))
+                yield op, _branch_path(op, max(weighted, key=lambda each: each.index))
 
 
-def _called_by(op: Op, inner: Op) -> str:
+def _branch_path(op: Op, inner: Op) -> str:
     """Path of the module below that of ``op`` in which ``inner`` runs, or of its own."""
     depth = len(op.scope.modules())
     around = inner.scope.modules()

@@ -572,9 +572,9 @@ class Depth:
         live = self._of_trunk(entry.trunk)
         if live is None or not isinstance(value, Tensor):
             return value
-        before = entry.adds_before(owner, module)
-        adds = None if before is None else before + to
         ran = live.stream.position - live.first
+        before = entry.adds_before(owner, module, ran - to)
+        adds = None if before is None else before + to
         live.unclear |= adds is None
         if adds is None or adds == ran:
             return value

@@ -49,12 +49,13 @@ class Entry:
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def adds_before(self, owner: nn.Module, module: object) -> int | None:
-        """The number of the function's adds before the iteration that runs ``module``, of its module ``owner``'s."""
-        for path, adds in self.iterations.items():
-            if owner.get_submodule(path) is module:
-                return adds
-        return None
+    def adds_before(self, owner: nn.Module, module: object, ran: int) -> int | None:
+        """The number of the function's adds before the iteration that runs ``module``, of its module ``owner``'s.
+
+        It is mostly ``ran``: these are looked at first. None if ``module`` runs in no iteration that is known.
+        """
+        likely_first = sorted(self.iterations.items(), key=lambda item: item[1] != ran)
+        return next((adds for path, adds in likely_first if owner.get_submodule(path) is module), None)
 
     @property
     def in_use(self) -> Connection:

@@ -6,7 +6,6 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection
 from types import CodeType
 
@@ -14,7 +13,7 @@ from rewire.code.text import span_of, within
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import hands_on, may_be_left_out
+from rewire.passes.editing.variables import hands_on, loops_around, may_be_left_out
 from rewire.passes.find import Finding, not_run
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.chains import Chain
@@ -169,9 +168,9 @@ class Carriers:
             return False
         try:
             text, call = self.sources.text(home), self.sources.call(first)
-            loop = next((node for node in text.above(call) if isinstance(node, (ast.For, ast.While))), None)
-            if loop is not None and home.holds(entry.scope) and within(self.sources.span(home, entry), span_of(loop)):
-                return False  # the loop makes the first state, too: the stream would begin in each iteration
+            for loop in loops_around(text, call)[:1]:
+                if home.holds(entry.scope) and within(self.sources.span(home, entry), span_of(loop)):
+                    return False  # the loop makes the first state, too: the stream would begin in each iteration
             return may_be_left_out(text, call)
         except EditError:
             return False

@@ -49,8 +49,8 @@ class Open:
         norm: the norm that is the first to read the value.
         item: if a call returns several tensors, what leads to the value, or its number among them.
         overwritten: whether the first add overwrites the value in place.
-        before: the statement before which the trunk starts with the variable that holds the value, if operations that
-            did not run stand between.
+        reader: the statement that first reads the variable that holds the value, if operations that did not run stand
+            between: the trunk starts with what the variable has there.
     """
 
     at: Span
@@ -58,7 +58,7 @@ class Open:
     norm: Written | None = None
     item: Item | None = None
     overwritten: bool = False
-    before: Span | None = None
+    reader: Span | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,19 +224,19 @@ class Iteration:
     Attributes:
         at: the loop.
         name: of the variable that holds the stream.
-        trunk: index of the trunk among those of the function.
         module: how a module is written that is another one in each iteration; empty if two calls differ in that.
         sites: these modules' paths below the function's module -> number of the function's adds before.
         ifs: each ``if`` in the loop, or ``x + f if .. else x``, that may leave out adds before others -> number of the
             iteration's adds up to its end.
+        trunk: index of the trunk among those of the function.
     """
 
     at: Span
     name: str
-    trunk: int
     module: Written
     sites: tuple[tuple[str, int], ...]
     ifs: tuple[tuple[Span, int], ...] = ()
+    trunk: int = 0
 
 
 Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach | Iteration

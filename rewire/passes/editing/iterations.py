@@ -13,15 +13,15 @@ Which iteration runs is told by a module that the loop's body calls, if that is 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
 from rewire.code.text import Span, Text, place_of, span_of
-from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import FunctionPlan, Iteration, Reach
 from rewire.passes.editing.ends import ends
-from rewire.passes.editing.variables import bound_before
+from rewire.passes.editing.variables import assigned, bound_before, loops_around
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Scope
 
@@ -35,33 +35,40 @@ _ALL = frozenset({"enumerate", "zip", "range", "len", "reversed", "list", "tuple
 
 def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
     """Plan this for the adds of the trunk ``name`` in the code of ``scope``."""
-    function, sites = carriers.sources.plan(scope), dict[Span, list[int]]()
-    own = [add for add in carriers.adds if scope.holds(add.op.scope)]
-    for number, add in enumerate(own):
-        if add.op.scope is scope or _is_given(carriers, name, scope, add):
-            sites.setdefault(carriers.sources.span(scope, add.op), []).append(number)
+    function, sites = carriers.sources.plan(scope), _sites(carriers, name, scope)
     text, trunk = function.text, function.trunks.index(name)
-    if not function.method or not text.receiver or not sites or any(at not in text.nodes for at in sites):
-        return
-    if sum(map(len, sites.values())) < len(own):  # blocks make some, which know what they come after
+    if not sites or not function.method or not text.receiver or any(at not in text.nodes for at in sites):
         return
     loops = {at: _loop_around(text, at) for at in sites}
-    outside = [at for at, loop in loops.items() if loop is None]
-    edits = list[Iteration]()
-    for loop in dict.fromkeys(filter(None, loops.values())):
-        edit = _iteration(carriers, scope, loop, {at: sites[at] for at in sites if loops[at] is loop}, trunk)
-        if edit is None:
-            return
-        edits.append(edit)
-    names = {_variable(text, at) for at in sites}
-    paths = [path for edit in edits for path, _ in edit.sites]
-    may_skip = not edits or any(_may_skip(text, loop) for loop in loops.values() if loop is not None)
-    at_top = all(len(sites[at]) == 1 and text.statement(text.nodes[at][0]) in text.tree.body for at in outside)
-    if may_skip and at_top and len(names) == 1 and len(paths) == len({*paths}):
-        for edit in edits:
-            function.put(("iteration", edit.at, trunk), edit)
-        if all(add.op.scope is scope for add in own):  # else `_Planner._end` does
-            _put_ends(function, sites, names.pop() or "", trunk)
+    alone = [at for at, loop in loops.items() if loop is None]
+    if any(len(sites[at]) > 1 or text.statement(text.nodes[at][0]) not in text.tree.body for at in alone):
+        return  # in an `if`, or in a loop that is not understood
+    around = [*dict.fromkeys(filter(None, loops.values()))]
+    edits = [_iteration(carriers, scope, loop, {at: sites[at] for at in sites if loops[at] is loop}) for loop in around]
+    known = [dataclasses.replace(edit, trunk=trunk) for edit in edits if edit is not None]
+    names, paths = {_variable(text, at) for at in sites}, [path for edit in known for path, _ in edit.sites]
+    variable = names.pop()
+    if names or variable is None or len(known) < len(edits) or len({*paths}) < len(paths):
+        return
+    if known and not any(_may_skip(text, loop) for loop in around):
+        return
+    for edit in known:
+        function.put(("iteration", edit.at, trunk), edit)
+    if all(add.op.scope is scope for add in carriers.adds if scope.holds(add.op.scope)):  # else `_Planner._end` does
+        _put_ends(function, sites, variable, trunk)
+
+
+def _sites(carriers: Carriers, name: str, scope: Scope) -> dict[Span, list[int]]:
+    """The places in the code of ``scope`` that make adds, each with their numbers among the function's.
+
+    Empty if it also calls blocks that make some, as these know themselves what they come after.
+    """
+    sites, own = dict[Span, list[int]](), [add for add in carriers.adds if scope.holds(add.op.scope)]
+    for number, add in enumerate(own):
+        if add.op.scope is not scope and not _is_given(carriers, name, scope, add):
+            return {}
+        sites.setdefault(carriers.sources.span(scope, add.op), []).append(number)
+    return sites
 
 
 def _is_given(carriers: Carriers, name: str, scope: Scope, add: Add) -> bool:
@@ -76,9 +83,8 @@ def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str
     nodes = {at: text.nodes[at][0] for at in sites}
     passed = dict[tuple[Span, bool], int]()
     for at, node in nodes.items():
-        loops = [each for each in text.above(node) if isinstance(each, ast.For)]
-        if loops:
-            behind = span_of(loops[-1]), False
+        for loop in loops_around(text, node)[-1:]:
+            behind = span_of(loop), False
             passed[behind] = max(passed.get(behind, 0), *(number + 1 for number in sites[at]))
     exits = [each for each in ends(text, [*nodes.values()], {name}) if each not in text.tree.body]
     known = [span_of(each) for each in exits if name in bound_before(text, each)]
@@ -107,9 +113,7 @@ def _may_skip(text: Text, loop: ast.For) -> bool:
     return not names <= {*_ALL, text.receiver} or any(isinstance(node, ast.Slice) for node in given)
 
 
-def _iteration(
-    carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[Span, list[int]], trunk: int
-) -> Iteration | None:
+def _iteration(carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[Span, list[int]]) -> Iteration | None:
     """The edit at the start of a loop's body; None if nothing tells its iterations apart."""
     text = carriers.sources.text(scope)
     ifs = {at: _if_around(text, loop, at) for at in sites}
@@ -125,7 +129,7 @@ def _iteration(
     behind = tuple((span_of(each), count) for each, count in passed.items() if each and count < len(sites))
     for written, paths in _called(carriers, scope, text, loop):
         if len(firsts) == len(paths) == len({*paths}):
-            return Iteration(span_of(loop), name, trunk, written, tuple(zip(paths, firsts, strict=True)), behind)
+            return Iteration(span_of(loop), name, written, tuple(zip(paths, firsts, strict=True)), behind)
     return None
 
 
@@ -145,13 +149,8 @@ def _lists(text: Text, loop: ast.For, at: Span) -> tuple[tuple[ast.AST, bool], .
 
 
 def _variable(text: Text, at: Span) -> str | None:
-    """The variable to which a statement with an add assigns its value."""
-    statement = text.statement(text.nodes[at][0])
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    if isinstance(statement, ast.Expr):  # x.add_(f)
-        targets = [written_to(statement.value)]
-    target = targets[0] if len(targets) == 1 else None
-    return target.id if isinstance(target, ast.Name) else None
+    """The variable that gets the value of a statement with an add."""
+    return assigned(text, text.statement(text.nodes[at][0]))
 
 
 def _called(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> Iterator[tuple[str, list[str]]]:
@@ -166,7 +165,7 @@ def _called(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> Iter
             calls.setdefault(place_of(*op.place), []).append(above + op.name)
     names = [node for each in loop.body for node in ast.walk(each) if isinstance(node, ast.Name)]
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    around = [each for each in (loop, *text.above(loop)) if isinstance(each, ast.For)]
+    around = [each for each in (loop, *loops_around(text, loop)) if not isinstance(each, ast.While)]
     targets = {node.id for each in around for node in ast.walk(each.target) if isinstance(node, ast.Name)}
     for at, paths in calls.items():
         call = next((node for node in text.nodes.get(at, ()) if isinstance(node, ast.Call)), None)

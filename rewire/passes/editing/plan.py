@@ -186,10 +186,10 @@ class _Planner:
             norm, item = self._norm(scope, start, value), self._item_made(value, scope)
             self._check_started_once(scope, at, item)
             over = overwritten(self.flow, [value], self.adds[0])
-            before = self._place_behind_ifs(scope, value, at) if item is None else None
-            function.put(("open", at, item), Open(at, number, norm, item, over, before))
+            reader = self._reader_behind_ifs(scope, value, at) if item is None else None
+            function.put(("open", at, item), Open(at, number, norm, item, over, reader))
 
-    def _place_behind_ifs(self, scope: Scope, value: Op, at: Span) -> Span | None:
+    def _reader_behind_ifs(self, scope: Scope, value: Op, at: Span) -> Span | None:
         """The statement that first reads a trunk's first value, if an ``if`` before it may change the variable."""
         text = self.sources.text(scope)
         if any(user.scope is scope for user in self.flow.users[value]):  # it is read before, too

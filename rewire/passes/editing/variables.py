@@ -363,6 +363,11 @@ def is_conditional(text: Text, places: Sequence[Span], loops: bool = True) -> bo
     return any(isinstance(node, ast.Return) and node.lineno < last for node in ast.walk(text.tree))
 
 
+def loops_around(text: Text, node: ast.AST) -> list[ast.For | ast.AsyncFor | ast.While]:
+    """The loops that run a node again, innermost first."""
+    return [each for each in text.above(node) if isinstance(each, (ast.For, ast.AsyncFor, ast.While))]
+
+
 def may_be_left_out(text: Text, call: ast.Call) -> bool:
     """Whether a function may skip a call. A loop whose only purpose is the call does not count."""
     for parent in text.above(call):
@@ -399,7 +404,7 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool =
         others: places that must not come after ``node`` in that ``if``; nor anywhere in it, if it runs repeatedly.
     """
     name, found = assigned(text, node), None
-    looped = any(isinstance(parent, (ast.For, ast.While, ast.AsyncFor)) for parent in text.above(node))
+    looped = bool(loops_around(text, node))
     later = [at for at in others if looped or (at[0], at[2]) >= span_of(node)[1::2]]
     for inner in text.above(text.statement(node)):
         if not isinstance(inner, (ast.If, ast.With)):

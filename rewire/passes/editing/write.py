@@ -36,6 +36,7 @@ from rewire.passes.editing.variables import (
     changed_dict,
     is_conditional,
     is_one_of_several,
+    loops_around,
     on_one_way,
     only_returned,
 )
@@ -156,8 +157,7 @@ class _Editor:
 
     def _is_repeated(self, edit: Open) -> bool:
         """Whether a loop runs the expression with which a trunk starts."""
-        nodes = self.text.nodes.get(edit.at, ())
-        return any(isinstance(above, (ast.For, ast.While)) for node in nodes[:1] for above in self.text.above(node))
+        return any(loops_around(self.text, node) for node in self.text.nodes.get(edit.at, ())[:1])
 
     def _gate_parameter(self) -> Change:
         """Add the gate as first parameter of a helper that is no method."""
@@ -222,7 +222,7 @@ class _Editor:
         """A ``reach`` line after a statement, or before it."""
         if edit.to >= 0 and not self.plan.iterates:
             return []
-        statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
+        statement = self._statement(edit.at)
         to = str(edit.to) if edit.trunks == (0,) else ", ".join(map(str, (edit.to, *edit.trunks)))
         of = self.depth if self.plan.entered else self._gate
         lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
@@ -232,19 +232,20 @@ class _Editor:
         """A ``reach`` line at the start of a loop's body."""
         if not self.plan.iterates:
             return []
-        loop = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.For))
+        loop = self._statement(edit.at)
+        assert isinstance(loop, ast.For)
         how = f"before=({self.text.receiver}, {edit.module})" + f", trunk={edit.trunk}" * bool(edit.trunk)
         changes = self._before(loop.body[0], f"{edit.name} = {self.depth}.reach({edit.name}, {how})")
         for at, adds in edit.ifs:
             line = f"{edit.name} = {self.depth}.reach({edit.name}, {adds}, {how})"
-            changes += self._line_behind(next(n for n in self.text.nodes[at] if isinstance(n, ast.stmt)), line)
+            changes += self._line_behind(self._statement(at), line)
         return changes
 
     def _open(self, edit: Open) -> list[Change]:
-        if edit.before is not None:
-            name = assigned(self.text, self.text.nodes[edit.at][0])
-            statement = next(node for node in self.text.nodes[edit.before] if isinstance(node, ast.stmt))
-            return self._before(statement, f"{name} = {self.depth}.open({', '.join([str(name), *self._how(edit)])})")
+        if edit.reader is not None:
+            name = str(assigned(self.text, self.text.nodes[edit.at][0]))
+            line = f"{name} = {self.depth}.open({', '.join([name, *self._how(edit)])})"
+            return self._before(self._statement(edit.reader), line)
         return [*self._made("open", edit), *self._behind_if(edit)]
 
     def _push(self, edit: Push) -> list[Change]:
@@ -484,6 +485,9 @@ class _Editor:
         """``x = `` for the statement ``x.mul_(2)``, so that the variable gets the result."""
         target = written_to(node) if isinstance(self.parents[node], ast.Expr) else None
         return f"{target.id} = " if isinstance(target, ast.Name) else ""
+
+    def _statement(self, at: Span) -> ast.stmt:
+        return next(node for node in self.text.nodes[at] if isinstance(node, ast.stmt))
 
     def _expression(self, at: Span) -> ast.expr:
         nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
