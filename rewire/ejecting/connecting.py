@@ -136,7 +136,7 @@ def connect(
             show_tensors(forward_pre_hooks(module), forward_hooks(module))
             _remember_outputs(module)
         gates = {
-            name: Gate(path, function.where, _entries(function, connections, holders), function.helper)
+            name: Gate(path, function.where, _entries(module, function, connections, holders), function.helper)
             for name, function in functions.items()
         }
         helpers = {name: gate for name, gate in gates.items() if gate.function is not None}
@@ -212,14 +212,17 @@ def _remember_outputs(module: Any) -> None:
 
 
 def _entries(
-    function: Function, connections: Mapping[str, Connection], holders: Mapping[str, tuple[nn.Module, str]]
+    module: nn.Module,
+    function: Function,
+    connections: Mapping[str, Connection],
+    holders: Mapping[str, tuple[nn.Module, str]],
 ) -> list[Entry]:
-    return [
-        Entry(
-            connection=connections[trunk["trunk"]], held=holders[trunk["trunk"]] if trunk["begins"] else None, **trunk
-        )
-        for trunk in function.trunks
-    ]
+    def entry(trunk: dict[str, Any]) -> Entry:
+        name, told_apart = trunk["trunk"], {path: _found(module, path) for path in trunk.get("iterations", ())}
+        held = holders[name] if trunk["begins"] else None
+        return Entry(connection=connections[name], told_apart=told_apart, held=held, **trunk)
+
+    return [entry(trunk) for trunk in function.trunks]
 
 
 def _found(model: nn.Module, path: str) -> nn.Module:

@@ -275,6 +275,7 @@ class Module:
             "posts": tuple(sorted(layout.posts)),
             "loops": layout.loops,
             "overwritten": tuple(sorted(layout.overwritten)),
+            "repeated": layout.repeated,
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"

@@ -146,7 +146,9 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entere
         adds = finding.chains[trunk.name].adds
         projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns, adds[n]) for n in separate}
         norms = layout.topology.separate_norms
-        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, entered, norms)
+        passed_on, repeated = plan(finding, trunk.name, plans, prepared.forwards, projections, entered, norms)
+        handed |= passed_on
+        layout.repeated |= repeated
     return handed
 
 

@@ -359,7 +359,7 @@ class Depth:
             left.append(live)
             if isinstance(live.source, Tensor) and live.entry is not None and live.entry.adds_none(live.stream):
                 return live.source
-            return live.stream
+            return self._with_all_adds(live)
 
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
@@ -373,6 +373,16 @@ class Depth:
             self._check_count(live, live in handed_on)
         self.left = True
         return result
+
+    def _with_all_adds(self, live: Live) -> Stream:
+        """The stream to return; with the adds that were left out, if the function is called at several positions.
+
+        Otherwise, the next function that adds knows where it belongs.
+        """
+        entry = live.entry
+        if entry is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
+            return live.stream
+        return live.stream.skipped(live.start + entry.adds.get(live.start, 0), known=True)
 
     def add(
         self,
@@ -566,11 +576,12 @@ class Depth:
         """
         if before is not None:
             return self._at_iteration(value, self.entries[trunk], *before, to or 0)
-        return mapped(value, lambda part: self._reached(part, to, trunks))
+        newest = value[-1] if isinstance(value, (list, tuple)) and value else value  # of states that the model keeps
+        return mapped(value, lambda part: self._reached(part, to, trunks, part is newest))
 
     def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object, to: int) -> Any:
         live = self._of_trunk(entry.trunk)
-        if live is None or not isinstance(value, Tensor):
+        if live is None:
             return value
         ran = live.stream.position - live.first
         before = entry.adds_before(owner, module, ran - to)
@@ -578,19 +589,21 @@ class Depth:
         live.unclear |= adds is None
         if adds is None or adds == ran:
             return value
-        if adds < ran or self._holding(value) is not live:
+        held = [part for part in tensors_and_streams(value) if isinstance(part, Tensor) and self._holding(part) is live]
+        if adds < ran or not held:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) has made {ran} residual adds in this call where an iteration of "
                 f"a loop begins before which it made {adds} when it was rewired: iterations run in another order or "
                 f"again, or something else was made of the stream between them.{self.advice}"
             )
-        return self._reached(value, adds, [self.entries.index(entry)])
+        return mapped(value, lambda part: self._reached(part, adds, [self.entries.index(entry)]))
 
-    def _reached(self, value: object, to: int | None, trunks: Sequence[int]) -> Any:
+    def _reached(self, value: object, to: int | None, trunks: Sequence[int], newest: bool = False) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
         entry = None if live is None else self._entry(live.stream)
         if live is None or entry is None or live.stream.complete:
-            return value
+            reached = (live for live in self.live if newest and any(value is before for before in live.replaced))
+            return next((live.values[0] for live in reached), value)
         numbers = trunks or ((0,) if to == -1 else range(len(self.entries)))
         if all(entry is not self.entries[number] for number in numbers):
             return value
@@ -608,12 +621,14 @@ class Depth:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
-            live.stream = live.stream.skipped(live.first + to)
+            live.stream = live.stream.skipped(live.first + to, known=entry.ordered)
         elif live.stream.in_post:
             live.stream = live.stream.push(self._tensor(value))
         else:
             return value
+        before = [*live.values, *live.replaced]
         value, live.apart = live.read(), False
+        live.replaced = before
         return value
 
     def view(self, function: Callable[..., Any], *values: object) -> Any:
@@ -746,8 +761,9 @@ class Depth:
         expected = ran if entry is None else entry.adds.get(live.start, ran)
         if not leaves and not stream.complete:
             layout.check_passes(stream.position, len(layout.units))
-        ordered = entry is not None and entry.ordered and not live.unclear
-        if entry is not None and (ran > expected or (ran < expected and not ordered)):
+        none = entry is not None and isinstance(live.source, Tensor) and entry.adds_none(stream)
+        told = none or (entry is not None and entry.ordered and not live.unclear)
+        if entry is not None and (ran > expected or (ran < expected and not told)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "

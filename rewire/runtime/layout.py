@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class Layout:
         posts: sites whose sum passes through a norm or another operation before it is the new state.
         loops: see `Trunk.loops`.
         overwritten: those of ``posts`` whose result the next residual add writes to in place.
+        repeated: sites -> the first one that the same code makes, where nothing tells which of them runs.
 
     Attributes:
         sites: the residual adds, in order.
@@ -85,6 +87,7 @@ class Layout:
         posts: Collection[int] = (),
         loops: Sequence[tuple[int, int, int]] = (),
         overwritten: Collection[int] = (),
+        repeated: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
@@ -93,7 +96,7 @@ class Layout:
         self.sums_wait = self.recurrence is not None and self.recurrence.reads_newest
         self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
-        self.overwritten = frozenset(overwritten)
+        self.overwritten, self.repeated = frozenset(overwritten), dict(repeated)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
@@ -110,13 +113,28 @@ class Layout:
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""
-        kept = self.channel_dim, self.posts, self.loops, self.overwritten
+        kept = self.channel_dim, self.posts, self.loops, self.overwritten, self.repeated
         return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
 
     def parameters(self, start: Start) -> dict[str, Tensor]:
         """The topology's weights at a start, made in float32 where the default dtype is another one."""
         with _InFloat32():
             return self.topology.parameters(self.dims, start)
+
+    def check_told(self, first: int, end: int) -> None:
+        """Check that these sites are those that were left out, and not others that the same code makes.
+
+        Raises:
+            OutOfOrder: it may have been others.
+        """
+        for site in range(first, end):
+            if self.repeated.get(site, site) < first:
+                raise OutOfOrder(
+                    f"a residual add of trunk '{self.trunk}' was left out in this call, perhaps number {site}, counted "
+                    f"from 0. It may as well have been number {self.repeated[site]}, as the same function or module "
+                    "makes both, and nothing tells which of its calls is which. Leave none out; or let each add have a "
+                    f"module of its own, or a call in an `if` of its own.{self.advice}"
+                )
 
     def check_passes(self, first: int, end: int) -> None:
         """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.

@@ -33,6 +33,7 @@ class Entry:
         branch_given: whether callers compute the first branch that the function adds, from the value that they read.
         iterations: modules, by path below the function's, each of which a loop calls in one of its iterations -> number
             of the function's adds before that iteration.
+        told_apart: these modules, by the same paths: they may be elsewhere later. Empty in copies without them.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
         held: the module that owns the trunk, and the connection's name there; None if it need not be looked up.
     """
@@ -46,6 +47,7 @@ class Entry:
     read_below: bool = False
     branch_given: bool = False
     iterations: dict[str, int] = dataclasses.field(default_factory=dict)
+    told_apart: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -55,7 +57,11 @@ class Entry:
         It is mostly ``ran``: these are looked at first. None if ``module`` runs in no iteration that is known.
         """
         likely_first = sorted(self.iterations.items(), key=lambda item: item[1] != ran)
-        return next((adds for path, adds in likely_first if owner.get_submodule(path) is module), None)
+        for path, adds in likely_first:
+            if self.told_apart.get(path) is module:
+                return adds
+        # it may have been replaced, as by an adapter
+        return next((adds for path, adds in likely_first if _submodule(owner, path) is module), None)
 
     @property
     def in_use(self) -> Connection:
@@ -79,7 +85,16 @@ class Entry:
         if held is not None:
             held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None
         connection = copy.deepcopy(self.connection, memo)
-        return dataclasses.replace(self, connection=connection, adds=dict(self.adds), held=held)
+        told_apart = {path: memo[id(module)] for path, module in self.told_apart.items() if id(module) in memo}
+        made = dataclasses.replace(self, connection=connection, adds=dict(self.adds), told_apart=told_apart, held=held)
+        return made
+
+
+def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return owner.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 class Live:
@@ -103,6 +118,7 @@ class Live:
         unclear: whether an iteration of a loop ran of which it is not known which one it is.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
         parallel: these sums and branches, each with its version counter when the sum was made.
+        replaced: what stood for the value before adds were skipped: other variables may still hold it.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: object = None) -> None:
@@ -119,6 +135,7 @@ class Live:
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self.parallel: list[tuple[Tensor, int | None]] = []
+        self.replaced: list[Tensor] = []
 
     @property
     def overwritten(self) -> bool:
@@ -167,7 +184,7 @@ class Live:
             with torch.no_grad():
                 return self.read(norm)
         self.norm = self.normed = self.qkv = None
-        self.parts, self.parallel = [], []
+        self.parts, self.parallel, self.replaced = [], [], []
         if norm is not None and position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
         if in_post:

@@ -550,13 +550,19 @@ class Stream(TensorLike):
                 "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
             )
 
-    def skipped(self, position: int) -> Stream:
+    def skipped(self, position: int, known: bool = False) -> Stream:
         """The stream before a later residual add; those between were skipped, and add nothing.
 
+        Args:
+            position: the number of residual adds before it.
+            known: whether the code around them tells that it was these.
+
         Raises:
-            OutOfOrder: they include a whole pass through a loop.
+            OutOfOrder: they include a whole pass through a loop; or others may have been skipped.
         """
         self.layout.check_passes(self.position, position)
+        if not known:
+            self.layout.check_told(self.position, position)
         stream = self
         while stream.position < position:
             stream._seen("skip")

@@ -124,6 +124,18 @@ ADDS = {
     "checkpointed branch": (
         "x = x + torch.utils.checkpoint.checkpoint(lambda h: self.attn{n}(h), self.norm{n}(x), use_reentrant=False)"
     ),
+    "if there is a mask": "if mask is not None:\n    x = x + self.f{n}(self.norm{n}(x))",
+    "another branch without a mask": (
+        "if mask is not None:\n    x = x + self.f{n}(self.norm{n}(x))\nelse:\n    x = x + 0.5 * self.g{n}(x)"
+    ),
+    "in place without a mask": (
+        "if mask is None:\n    x = x.clone()\n    x += self.f{n}(self.norm{n}(x.clone()))\n"
+        "else:\n    x = x + self.f{n}(self.norm{n}(x))"
+    ),
+    "a new shortcut without a mask": ("y = x\nif mask is None:\n    y = x * 1.0\nx = y + self.f{n}(self.norm{n}(x))"),
+    "a mean of short ones": (
+        "h = self.f{n}(self.norm{n}(x))\nif x.shape[1] < 4:\n    h = h.mean(1, keepdim=True)\nx = x + h"
+    ),
     "masked in place": ("keep = torch.arange(x.shape[1]) % 2 == 0\nx[:, keep] += self.f{n}(self.norm{n}(x[:, keep]))"),
 }
 
@@ -166,6 +178,7 @@ ASIDES = {
     "lambda": "scale = lambda v: v * 0.5  # noqa: E731\nx = scale(x)",
     "folded": "x = Ops.fold(x)\nx = Ops.unfold(x)",
     "walrus": "if (n := x.shape[1]) > 1:\n    x = x / n",
+    "scale without a mask": "if mask is None:\n    x = x * 0.5",
 }
 
 #: How the blocks are called: the body of the net's forward between its stem and its head.

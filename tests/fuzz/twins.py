@@ -30,6 +30,12 @@ ADDS = {
     **dict.fromkeys(["tokens in place", "tokens assigned"], TOKENS),
     "tokens added to": TOKENS.replace("h = ", "h = 0.5 * "),
     "masked in place": "x = x + self.f{n}(self.norm{n}(x)) * (torch.arange(x.shape[1]) % 2 == 0)[:, None]",
+    **dict.fromkeys(["in place without a mask", "a new shortcut without a mask"], PLAIN),
+    "if there is a mask": ("h = self.f{n}(self.norm{n}(x))\nx = x + (h if mask is not None else torch.zeros_like(h))"),
+    "another branch without a mask": (
+        "h = self.f{n}(self.norm{n}(x)) if mask is not None else 0.5 * self.g{n}(x)\nx = x + h"
+    ),
+    "a mean of short ones": "h = self.f{n}(self.norm{n}(x))\nx = x + (h if x.shape[1] > 3 else h.mean(1, True))",
     "alpha": "x = x + 0.5 * self.f{n}(self.norm{n}(x))",
     "post-activation": "x = torch.relu(x + self.f{n}(x))",
     "parallel sum": "x = x + self.f{n}(self.norm{n}(x)) + self.g{n}(x)",
@@ -52,6 +58,7 @@ ASIDES = dict.fromkeys(
     "lambda": "x = x * 0.5",
     "a local class": "x = x * 0.5",
     "comprehension": "x = x * 1.0",
+    "scale without a mask": "x = x * (1.0 if mask is not None else 0.5)",
 }
 
 _LOOP = "for block in self.blocks:\n    x = block(x, mask)"

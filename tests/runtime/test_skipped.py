@@ -112,6 +112,24 @@ def test_at_its_start_it_is_the_plain_network(key: str) -> None:
         torch.testing.assert_close(rewired(vectors(), *args), model(vectors(), *args), rtol=1e-4, atol=1e-5)
 
 
+class Given(Net):
+    """The trunk begins with the model's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Identity()
+
+
+@pytest.mark.parametrize("key", kinds_first(EVERY)[:6])
+def test_a_trunk_that_begins_with_the_models_input(key: str) -> None:
+    name, options = EVERY[key]
+    rewired = shaken(rewire.compile(Given(), name, start="paper", example_inputs=(vectors(),), **options), 0.1, seed=3)
+    for blocks, args in WAYS.values():
+        found, wanted = results(rewired, vectors(), *args), results(silenced(rewired, blocks), vectors())
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("key", kinds_first(EVERY)[:6])
 def test_where_none_runs_it_is_the_plain_network(key: str) -> None:
     name, options = EVERY[key]

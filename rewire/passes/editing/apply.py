@@ -88,7 +88,10 @@ def _gate(
         outside, read_below = plan.outside.get(name, False), name in plan.read_below
         given = name in plan.branch_given
         iterations = plan.iterations(name)
-        return Entry(name, connection, begins, adds, plan.ordered, outside, read_below, given, iterations, held=held)
+        owner = model.get_submodule(plan.path)
+        told_apart = {path: owner.get_submodule(path) for path in iterations}
+        facts = adds, plan.ordered, outside, read_below, given, iterations, told_apart
+        return Entry(name, connection, begins, *facts, held=held)
 
     entries = [entry(name, adds) for name, adds in plan.adds.items()]
     if plan.method:

@@ -6,6 +6,7 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from types import CodeType
 
@@ -38,6 +39,7 @@ class Carriers:
         read_below: whether a function called by `begin` is the first to read the stream.
         scopes: the calls, outermost first.
         entered: the calls whose functions are entered.
+        again: calls -> functions that they call several times to make adds, and that do not know which call is which.
         outside: functions of these calls that also run without a stream.
     """
 
@@ -52,6 +54,7 @@ class Carriers:
         self.begin = self.first = self._beginning()
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
+        self.again = self._called_again()
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()
@@ -86,6 +89,17 @@ class Carriers:
             found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]) if home[-1].holds(scope) else ())
         return list(found)
 
+    def _called_again(self) -> dict[Scope, set[tuple[str, CodeType | None]]]:
+        adding = {scope for add in self.adds for scope in add.op.scope.outward()}
+        called: dict[Scope, list[tuple[str, CodeType | None]]] = {}
+        for scope in self.scopes:
+            if scope.parent is not None and scope in adding:
+                called.setdefault(scope.parent, []).append((scope.path, scope.code))
+        again = {scope: {key for key in keys if keys.count(key) > 1} for scope, keys in called.items()}
+        for scope, keys in called.items():  # and those that call themselves
+            again[scope].update({(above.path, above.code) for above in scope.outward()}.intersection(keys))
+        return {scope: keys for scope, keys in again.items() if keys}
+
     def _casting(self) -> list[Scope]:
         """Calls without an add that cast or view the stream's value, of functions that do add in other calls.
 
@@ -96,9 +110,12 @@ class Carriers:
         code = {scope.code for scope in adding} - {None}
         scopes = [op.scope for op in self.stage if op in self.on_way]
         scopes += [scope for scope, _, op in self.flow.casts if op in self.stage]
-        calls = (call for scope in scopes for call in scope.outward() if call.code in code)
-        calls = (call for call in calls if not self.stage.keys().isdisjoint(call.results))  # no norm that only reads it
-        return [call for call in calls if call not in adding and call not in posts]
+
+        def hands_back(call: Scope) -> bool:  # unlike a norm, or a helper, that only reads it
+            return not self.stage.keys().isdisjoint(call.results)
+
+        calls = (call for scope in scopes for call in itertools.takewhile(hands_back, scope.outward()))
+        return [call for call in calls if call.code in code and call not in adding and call not in posts]
 
     def _reading(self, home: Scope) -> list[Scope]:
         """Blocks of other streams that read this one, too, and return it: the edge blocks of a graph network."""
@@ -169,7 +186,8 @@ class Carriers:
         try:
             text, call = self.sources.text(home), self.sources.call(first)
             for loop in loops_around(text, call)[:1]:
-                if home.holds(entry.scope) and within(self.sources.span(home, entry), span_of(loop)):
+                made = entry.place is not None and home.holds(entry.scope)  # else the model was given it
+                if made and within(self.sources.span(home, entry), span_of(loop)):
                     return False  # the loop makes the first state, too: the stream would begin in each iteration
             return may_be_left_out(text, call)
         except EditError:

@@ -149,6 +149,8 @@ class Through:
         post: whether the next state has yet to be computed from the result.
         kept: returned tensors that are earlier states (U-nets): index of the trunk, and the tensor's `Item`.
         qkv: whether the called function holds projections of an attention, and gets what these read.
+        again: whether the function is called several times to make adds, and so does not know which call this is.
+        passed: if so, number of the caller's adds up to the end of the call; None if that differs, as in a loop.
     """
 
     at: Span
@@ -158,6 +160,8 @@ class Through:
     post: bool = False
     kept: frozenset[tuple[int, Item]] = frozenset()
     qkv: bool = False
+    again: bool = False
+    passed: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,8 +305,11 @@ class FunctionPlan:
     def ordered(self) -> bool:
         """Whether each of its adds has a known position, so that the stream can tell which one a call skipped."""
         sums = [edit for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more]
+        unknown = [edit.at for edit in sums if edit.site is None]
+        calls = [edit for edit in self.edits.values() if isinstance(edit, Through) and edit.again]
+        unknown += [edit.at for edit in calls if edit.passed is None]
         known = [edit.at for edit in self.edits.values() if isinstance(edit, Iteration)] if self.iterates else []
-        return all(edit.site is not None or any(within(edit.at, at) for at in known) for edit in sums)
+        return all(any(within(at, loop) for loop in known) for at in unknown)
 
     @property
     def iterates(self) -> bool:
@@ -387,6 +394,7 @@ def _merged(a: Any, b: Any) -> Any:
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):
         both: dict[str, Any] = {"kept": a.kept | b.kept, "callee": _either(a.callee, b.callee)}
+        both |= {"again": a.again or b.again, "passed": a.passed if a.passed == b.passed else None}
         a, b = dataclasses.replace(a, **both), dataclasses.replace(b, **both)
     if isinstance(a, Sum):
         of_both = tuple(sorted({*a.trunks, *b.trunks}))

@@ -21,7 +21,7 @@ from rewire.code.text import Span, Text, place_of, span_of
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import FunctionPlan, Iteration, Reach
 from rewire.passes.editing.ends import ends
-from rewire.passes.editing.variables import assigned, bound_before, loops_around
+from rewire.passes.editing.variables import assigned, bound_before, kept_in, loops_around, names_behind
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Scope
 
@@ -29,8 +29,6 @@ from rewire.passes.finding.flow import Scope
 _STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 #: Expressions that may leave out a part of themselves, or run it at another time.
 _BRANCHING = (ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
-#: Functions that leave out nothing of what a loop runs through.
-_ALL = frozenset({"enumerate", "zip", "range", "len", "reversed", "list", "tuple", "sorted"})
 
 
 def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
@@ -49,8 +47,6 @@ def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
     names, paths = {_variable(text, at) for at in sites}, [path for edit in known for path, _ in edit.sites]
     variable = names.pop()
     if names or variable is None or len(known) < len(edits) or len({*paths}) < len(paths):
-        return
-    if known and not any(_may_skip(text, loop) for loop in around):
         return
     for edit in known:
         function.put(("iteration", edit.at, trunk), edit)
@@ -81,16 +77,21 @@ def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str
     """Add the edits where later adds do not run any more: behind loops, and at early exits."""
     text = function.text
     nodes = {at: text.nodes[at][0] for at in sites}
-    passed = dict[tuple[Span, bool], int]()
+    passed, names = dict[tuple[Span, bool], int](), dict[tuple[Span, bool], tuple[str, ...]]()
     for at, node in nodes.items():
         for loop in loops_around(text, node)[-1:]:
             behind = span_of(loop), False
             passed[behind] = max(passed.get(behind, 0), *(number + 1 for number in sites[at]))
-    exits = [each for each in ends(text, [*nodes.values()], {name}) if each not in text.tree.body]
-    known = [span_of(each) for each in exits if name in bound_before(text, each)]
-    passed |= dict.fromkeys(((at, True) for at in known), sum(map(len, sites.values())))
+            names[behind] = (name, *names_behind(text, loop, name))
+    loops = {loop for node in nodes.values() for loop in loops_around(text, node)}
+    others = {name}.union(*(kept_in(loop, name) for loop in loops))
+    for each in ends(text, [*nodes.values()], others):
+        known = bound_before(text, each)
+        if each not in text.tree.body and name in known:
+            passed[span_of(each), True] = sum(map(len, sites.values()))
+            names[span_of(each), True] = (name, *sorted((others & known) - {name}))
     for (at, before), count in passed.items():
-        function.put(("reach", at, before, trunk), Reach(at, (name,), (trunk,), before, count))
+        function.put(("reach", at, before, trunk), Reach(at, names[at, before], (trunk,), before, count))
 
 
 def _loop_around(text: Text, at: Span) -> ast.For | None:
@@ -101,16 +102,6 @@ def _loop_around(text: Text, at: Span) -> ast.For | None:
         if isinstance(parent, _BRANCHING) or (isinstance(parent, ast.stmt) and not isinstance(parent, _STATEMENTS)):
             return None
     return None
-
-
-def _may_skip(text: Text, loop: ast.For) -> bool:
-    """Whether a loop may run other iterations in another call, or an iteration leave out adds."""
-    inside = [node for statement in loop.body for node in ast.walk(statement)]
-    if any(isinstance(node, (ast.Continue, ast.Break, ast.Return, ast.If, ast.IfExp)) for node in inside):
-        return True
-    given = [*ast.walk(loop.iter)]
-    names = {node.id for node in given if isinstance(node, ast.Name)}
-    return not names <= {*_ALL, text.receiver} or any(isinstance(node, ast.Slice) for node in given)
 
 
 def _iteration(carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[Span, list[int]]) -> Iteration | None:
@@ -126,7 +117,7 @@ def _iteration(carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[S
         return None  # some iterations made one add, and some another
     firsts = [numbers[0] for numbers in each_pass]
     passed = {each: max(sites[at][0] for at in sites if ifs[at] is each) + 1 - firsts[0] for each in ifs.values()}
-    behind = tuple((span_of(each), count) for each, count in passed.items() if each and count < len(sites))
+    behind = tuple((span_of(each), count) for each, count in passed.items() if each)
     for written, paths in _called(carriers, scope, text, loop):
         if len(firsts) == len(paths) == len({*paths}):
             return Iteration(span_of(loop), name, written, tuple(zip(paths, firsts, strict=True)), behind)

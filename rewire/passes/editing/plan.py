@@ -68,7 +68,7 @@ def plan(
     separate: Mapping[int, Projections] = MappingProxyType({}),
     entered: Collection[Key] = (),
     separate_norms: bool = False,
-) -> set[Key]:
+) -> tuple[set[Key], dict[int, int]]:
     """Add the edits for one trunk in one flow to ``plans``.
 
     Args:
@@ -79,7 +79,7 @@ def plan(
         separate_norms: whether the norms before such attentions get copies for keys and values.
 
     Returns:
-        Functions that only pass this trunk's stream on.
+        Functions that only pass this trunk's stream on; and `Layout.repeated`.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
@@ -87,10 +87,11 @@ def plan(
     """
     sources = Sources(definitions, plans)
     carriers = Carriers(found, name, sources, entered)
-    handed = _Planner(found, name, carriers, separate).run()
+    planner = _Planner(found, name, carriers, separate)
+    handed = planner.run()
     for number, projections in separate.items():
         plan_attention(carriers, number, found.trunks[name].sites[number].width, projections, separate_norms)
-    return handed
+    return handed, planner.repeated()
 
 
 class _Planner:
@@ -127,6 +128,21 @@ class _Planner:
         self._end(entered)
         self._ran()
         return handed
+
+    def repeated(self) -> dict[int, int]:
+        """The adds of functions that are called several times, and the first of each, unless their calls are known."""
+        found: dict[int, int] = {}
+        for scope, keys in self.carriers.again.items():
+            if scope in self.carriers.entered and self.sources.plan(scope).ordered:
+                continue
+            for key in keys:
+                own = key == (scope.path, scope.code)  # it calls itself
+                calls = (
+                    [call for call in add.op.scope.outward() if (call.path, call.code) == key] for add in self.adds
+                )
+                numbers = [n for n, of in enumerate(calls) if any(own or call.parent is scope for call in of)]
+                found |= {number: min(found.get(number, number), numbers[0]) for number in numbers}
+        return found
 
     def _ran(self) -> None:
         """Note which expressions of entered functions ran: a call that did not run may call a block, too."""
@@ -192,10 +208,14 @@ class _Planner:
     def _reader_behind_ifs(self, scope: Scope, value: Op, at: Span) -> Span | None:
         """The statement that first reads a trunk's first value, if an ``if`` before it may change the variable."""
         text = self.sources.text(scope)
-        if any(user.scope is scope for user in self.flow.users[value]):  # it is read before, too
-            return None
+        users = self.flow.users[value]
         reader = read_behind_ifs(text, text.nodes[at][0]) if at in text.nodes else None
-        return None if reader is None else span_of(reader)
+        if reader is None or any(user.scope is scope for user in users):  # it is read before, too
+            return None
+        calls = (call for user in users for call in user.scope.outward() if call.parent is scope)
+        lines = [place_of(*call.call)[0] or 0 for call in calls if call.call is not None]
+        read_before = any(line < reader.lineno for line in lines)
+        return None if read_before else span_of(reader)
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
         """Refuse a first state that a lambda or a comprehension makes among others."""
@@ -330,7 +350,10 @@ class _Planner:
         trunk = function.trunks.index(self.name)
         earlier = [op for op in child.results if self.carriers.stage.get(op, after) < after]
         kept = frozenset((trunk, _place(op, child.results, child.returned)) for op in earlier)
-        function.put(("through", at), Through(at, callee, norm, last, post, kept))
+        again = after > 0 and (child.path, child.code) in self.carriers.again.get(scope, ())
+        before = next((n for n, add in enumerate(self.adds) if scope.holds(add.op.scope)), after)
+        through = Through(at, callee, norm, last, post, kept, again=again, passed=after - before if again else None)
+        function.put(("through", at), through)
         function.passed.setdefault(at, set()).add(trunk)
         if child.call is not None and child.call[0] in scope.again:  # it may also be called without checkpoint
             for other in calls_around(function.text, self.sources.call(child, itself=True)):

@@ -368,6 +368,37 @@ def loops_around(text: Text, node: ast.AST) -> list[ast.For | ast.AsyncFor | ast
     return [each for each in text.above(node) if isinstance(each, (ast.For, ast.AsyncFor, ast.While))]
 
 
+def kept_in(loop: ast.AST, name: str) -> set[str]:
+    """The variables in which a loop keeps the value of another one: ``y = x``, ``seen.append(x)``, ``seen += (x,)``."""
+    found = set[str]()
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and _collects(node) and any(_returns(arg, name) for arg in node.args):
+            found.add(node.func.value.id)  # type: ignore[attr-defined]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and _is_kept(node.value, name):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found - {name}
+
+
+def _is_kept(value: ast.expr | None, name: str) -> bool:
+    """Whether a value is a variable's, or a list or tuple with it, perhaps added to another one."""
+    if isinstance(value, ast.BinOp):
+        parts = [part for part in (value.left, value.right) if isinstance(part, (ast.List, ast.Tuple))]
+        return any(_is_kept(part, name) for part in parts)
+    items = value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]
+    return any(isinstance(item, ast.Name) and item.id == name for item in items)
+
+
+def names_behind(text: Text, loop: ast.stmt, name: str) -> list[str]:
+    """The variables that keep another one's value in a loop, are read behind it, and surely have a value there."""
+    siblings = getattr(text.parents[loop], "body", [])
+    behind = siblings[siblings.index(loop) + 1 :] if loop in siblings else []
+    read = [each for each in behind if not isinstance(each, (*_IFS, *_LOOPS, ast.Try))]
+    known = bound_before(text, loop)
+    kept = (each for each in kept_in(loop, name) if any(_mentions(statement, each) for statement in behind))
+    return sorted(each for each in kept if each in known or any(_mentions(statement, each) for statement in read))
+
+
 def may_be_left_out(text: Text, call: ast.Call) -> bool:
     """Whether a function may skip a call. A loop whose only purpose is the call does not count."""
     for parent in text.above(call):

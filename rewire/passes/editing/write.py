@@ -67,7 +67,9 @@ class _Editor:
         self.parents = self.text.parents
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
-        self.conditional = is_conditional(self.text, [e.at for e in self.edits if isinstance(e, Sum) and not e.more])
+        adding = [e.at for e in self.edits if isinstance(e, Sum) and not e.more]
+        adding += [e.at for e in self.edits if isinstance(e, Through) and e.again]
+        self.conditional = is_conditional(self.text, adding)
         # Where calls make different numbers of adds, one that makes fewer has left none out.
         self.conditional &= all(len({*adds.values()}) < 2 for adds in plan.adds.values())
 
@@ -526,11 +528,12 @@ class _Editor:
 
     def _reached(self) -> list[Change]:
         """Lines after an ``if`` that contains adds: on other paths the stream has to pass these adds, too."""
-        found: dict[tuple[Span, str], list[Sum]] = {}
-        ways: dict[Span, list[Sum]] = {}
-        sums = [edit for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
+        found: dict[tuple[Span, str], list[Sum | Through]] = {}
+        ways: dict[Span, list[Sum | Through]] = {}
+        adding: list[Sum | Through] = [e for e in self.edits if isinstance(e, Sum) and e.site is not None]
+        adding += [e for e in self.edits if isinstance(e, Through) and e.passed is not None]
         others = [edit.at for edit in self.edits if _moves(edit)]
-        for edit in sums if self.conditional else ():
+        for edit in adding if self.conditional else ():
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
             if way is not None:
                 ways.setdefault(span_of(way), []).append(edit)
@@ -542,10 +545,11 @@ class _Editor:
         changes = [change for at, line in lines for change in self._line_behind(self.text.nodes[at][0], line)]
         return changes + [self._wrapped(self._expression(at), "reach", [self._passed(s)]) for at, s in ways.items()]
 
-    def _passed(self, sums: Sequence[Sum]) -> str:
+    def _passed(self, adding: Sequence[Sum | Through]) -> str:
         """Arguments of `Depth.reach` for adds of which one runs: the number of adds passed by then, and the trunks."""
-        count = max(edit.site + 1 for edit in sums if edit.site is not None)
-        return f"{count}{self._of(number for edit in sums for number in edit.trunks)}"
+        counts = [(edit.site or 0) + 1 if isinstance(edit, Sum) else edit.passed or 0 for edit in adding]
+        trunks = (edit.trunks if isinstance(edit, Sum) else self.plan.passed[edit.at] for edit in adding)
+        return f"{max(counts)}{self._of(number for each in trunks for number in each)}"
 
     def _of(self, trunks: Iterable[int], without: str = "") -> str:
         """Arguments that name trunks, if the function has others, too."""

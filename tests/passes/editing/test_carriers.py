@@ -361,3 +361,39 @@ def test_what_stands_between_an_embedding_and_the_blocks(topology: str) -> None:
         torch.testing.assert_close(rewired(x), model(x))
         if not turns:
             torch.testing.assert_close(rewired(x, True), model(x, True))
+
+
+def size(x: Tensor) -> Tensor:
+    """A helper that only reads, and casts what it reads."""
+    x = x.contiguous()
+    return x.abs().mean()
+
+
+class Sized(nn.Module):
+    def __init__(self, shortcut: bool) -> None:
+        super().__init__()
+        self.f, self.shortcut = nn.Linear(WIDTH, WIDTH), shortcut
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.f(x))
+        x = x + h if self.shortcut else h
+        return x, size(x)
+
+
+class Sizes(nn.Module):
+    """As Uni-Mol's layers: the first makes the state that the trunk starts with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sized(n > 0) for n in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = list[Tensor]()
+        for block in self.blocks:
+            x, found = block(x)
+            sizes.append(found)
+        return x * torch.stack(sizes).sum()
+
+
+def test_a_helper_that_casts_what_it_reads() -> None:
+    assert_right(Sizes(), adds=3)

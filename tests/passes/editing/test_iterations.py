@@ -138,6 +138,114 @@ def test_early_exits(way: str, topology: str) -> None:
     torch.testing.assert_close(rewired(x), expected)
 
 
+ONE = "    if n not in self.skip:\n        x = x + block.f(x)\n"
+SUMMED = "x = torch.stack([self.stem(x), *seen]).mean(0)"
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"seen = []\n{LOOP}{ONE}    seen.append(block.g(x))\n{SUMMED}",
+        f"seen = []\n{LOOP}{ONE}    seen.append(x)\n{SUMMED}",
+        f"h = self.blocks[0].g(x)\n{LOOP}{ONE.replace('f(x)', 'f(h)')}    h = self.blocks[(n + 1) % 3].g(x)\nx = h",
+    ],
+)
+def test_what_is_read_behind_a_skipped_add_is_what_the_next_one_reads(body: str, topology: str) -> None:
+    rewired = moved(rewire.compile(net_of(body), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    for skip in ((0,), (1,), (2,), (0, 1), (1, 2)):
+        expected = without(rewired, x, *skip, branches="f")
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(x), expected)
+        rewired.skip = ()
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("start", "item"), [("[x]", "0"), ("{'x': x}", "'x'")])
+def test_states_in_an_item(start: str, item: str, topology: str) -> None:
+    add = f"        state[{item}] = state[{item}] + block.f(state[{item}])\n"
+    body = f"state = {start}\n{LOOP}    if n not in self.skip:\n{add}x = self.stem(state[{item}])"
+    rewired = moved(rewire.compile(net_of(body), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    for skip in ((0,), (1,), (2,), (0, 1), (1, 2)):
+        expected = without(rewired, x, *skip, branches="f")
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(x), expected)
+        rewired.skip = ()
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("leave", ["continue", "break"])
+@pytest.mark.parametrize(
+    ("before", "keep", "name"),
+    [
+        ("", "out = x", "out"),
+        ("", "out = head = x", "head"),
+        ("seen = []\n", "seen.append(x)", "seen[-1]"),
+        ("seen = ()\n", "seen = seen + (x,)", "seen[-1]"),
+        ("seen = ()\n", "seen += (x,)", "seen[-1]"),
+    ],
+)
+def test_states_under_other_names_behind_the_loop(before: str, keep: str, name: str, leave: str, topology: str) -> None:
+    """What ends the trunk is also what they hold, if the last iterations are skipped."""
+    skip = SKIP.replace("continue", leave)
+    body = f"{before}{LOOP}{skip}    x = x + block.f(x)\n    {keep}\nx = self.stem({name})"
+    rewired = moved(rewire.compile(net_of(body), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    for skipped in ((2,), (1, 2)):
+        expected = without(rewired, x, *skipped, branches="f")
+        rewired.skip = skipped
+        torch.testing.assert_close(rewired(x), expected)
+        rewired.skip = ()
+
+
+def test_states_that_were_collected_stay_as_they_are() -> None:
+    body = f"seen = []\n{LOOP}{SKIP}    x = x + block.f(x)\n    seen.append(x)\nx = self.stem(seen[0] + 2 * seen[-1])"
+    rewired = moved(rewire.compile(net_of(body), "denseformer", example_inputs=(written_input(),)))
+    x = written_input()
+    for skip in ((1,), (2,)):
+        expected = without(rewired, x, *skip, branches="f")
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(x), expected)
+        rewired.skip = ()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_blocks_that_are_removed_or_moved_later(topology: str) -> None:
+    body = f"for block in self.blocks:\n{ADDS}{END}"
+    rewired = moved(rewire.compile(net_of(body), topology, example_inputs=(written_input(),)))
+    x = written_input()
+    for gone in (0, 1, 2):
+        fewer = copy.deepcopy(rewired)
+        expected = without(fewer, x, gone)
+        del fewer.blocks[gone]
+        torch.testing.assert_close(fewer(x), expected)
+        torch.testing.assert_close(copy.deepcopy(fewer)(x), expected)
+    rewired.blocks = nn.ModuleList([rewired.blocks[n] for n in (1, 0, 2)])
+    with pytest.raises(rewire.OutOfOrder, match="iterations run in another order"):
+        rewired(x)
+
+
+@pytest.mark.parametrize("loop", ["for n in range(self.count):\n    block = self.blocks[n]\n", ""])
+def test_loops_of_a_number_that_changes(loop: str) -> None:
+    added = ADDS if loop else ADDS.replace("block.", "self.blocks[n].")
+    net = net_of(f"{loop or 'for n in range(self.count):' + chr(10)}{added}{END}")
+    net.count = 3
+    rewired = moved(rewire.compile(net, "denseformer", example_inputs=(written_input(),)))
+    x = written_input()
+    expected = without(rewired, x, 2)
+    rewired.count = 2
+    if loop:  # what the loop assigns is not known where its body begins
+        with pytest.raises(rewire.OutOfOrder):
+            rewired(x)
+    else:
+        torch.testing.assert_close(rewired(x), expected)
+
+
 @pytest.mark.parametrize("order", [(0, 2, 1), (0, 1, 1, 2), (2, 1, 0), (0, 1, 2, 0)])
 def test_iterations_in_another_order_are_refused(order: tuple[int, ...]) -> None:
     net = net_of(f"for block in self.order():\n{ADDS}    if self.exit == 7:\n        break\n{END}")

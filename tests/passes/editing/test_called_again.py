@@ -1,0 +1,243 @@
+"""Functions that are called several times to make adds: of calls that are left out it is known which, or they raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rewire
+
+WIDTH, COUNT = 8, 4
+TOPOLOGIES = ["denseformer", "hc-static", "ancre-ingoing"]
+
+
+class Net(nn.Module):
+    """Branches, of which a call leaves out some."""
+
+    skip: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(COUNT)
+        )
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+
+def add(x: Tensor, f: Tensor) -> Tensor:
+    return f + x
+
+
+class InIfs(Net):
+    """As the decoders of fairseq and torchscale leave out the attention to an encoder."""
+
+    def residual(self, f: Tensor, x: Tensor) -> Tensor:
+        return x + f
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if 0 not in self.skip:
+            x = self.residual(self.branches[0](x), x)
+        if 1 not in self.skip:
+            h = self.branches[1](x)
+            x = self.residual(h, x)
+        if 2 not in self.skip:
+            x = self.residual(self.branches[2](x), x)
+        if 3 not in self.skip:
+            x = self.residual(self.branches[3](x), x)
+        return self.norm(x)
+
+
+class FunctionInIfs(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = add(x, self.branches[0](x)) if 0 not in self.skip else x
+        if 1 not in self.skip:
+            x = add(x, self.branches[1](x))
+        if 2 not in self.skip:
+            x = add(x, self.branches[2](x))
+        if 3 not in self.skip:
+            x = add(x, self.branches[3](x))
+        return self.norm(x)
+
+
+class BranchesInIfs(Net):
+    """The function calls the branch, too."""
+
+    def step(self, x: Tensor, n: int) -> Tensor:
+        return x + self.branches[n](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if 0 not in self.skip:
+            x = self.step(x, 0)
+        if 1 not in self.skip:
+            x = self.step(x, 1)
+        if 2 not in self.skip:
+            x = self.step(x, 2)
+        if 3 not in self.skip:
+            x = self.step(x, 3)
+        return self.norm(x)
+
+
+class Returns(Net):
+    """The function is called for each, and adds nothing for some."""
+
+    def step(self, x: Tensor, n: int) -> Tensor:
+        if n in self.skip:
+            return x
+        return x + self.branches[n](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n in range(COUNT):
+            x = self.step(x, n)
+        return self.norm(x)
+
+
+class ToldByModules(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, branch in enumerate(self.branches):
+            if n in self.skip:
+                continue
+            x = add(x, branch(x))
+        return self.norm(x)
+
+
+class SharedModule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, branch in enumerate(self.branches):
+            if n not in self.skip:
+                x = self.sum(x, branch(x))
+        return self.norm(x)
+
+
+def without(model: nn.Module, x: Tensor, skip: tuple[int, ...]) -> Tensor:
+    """What a model computes if these branches are zero."""
+    model = copy.deepcopy(model)
+    for n in skip:
+        model.branches[n].register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+    result: Tensor = model(x)
+    return result
+
+
+def moved(kind: Callable[[], Net], topology: str) -> nn.Module:
+    rewired = rewire.compile(kind(), topology, example_inputs=(vectors(),))
+    for connection in rewire.connections(rewired).values():
+        for weight in connection.parameters():
+            nn.init.normal_(weight, 0.5, 0.5)
+    return rewired
+
+
+def vectors() -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+SKIPS = [(0,), (1,), (3,), (1, 2), (2, 3), (0, 2)]
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("kind", [InIfs, FunctionInIfs, BranchesInIfs, Returns, ToldByModules, SharedModule])
+def test_what_is_left_out_adds_nothing(kind: type[Net], topology: str) -> None:
+    rewired = moved(kind, topology)
+    for skip in SKIPS:
+        expected = without(rewired, vectors(), skip)
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(vectors()), expected)
+        rewired.skip = ()
+
+
+class InALoop(BranchesInIfs):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n in range(COUNT):
+            if n not in self.skip:
+                x = self.step(x, n)
+        return self.norm(x)
+
+
+class Recursive(Net):
+    def go(self, x: Tensor, n: int) -> Tensor:
+        if n == COUNT:
+            return x
+        if n not in self.skip:
+            x = x + self.branches[n](x)
+        return self.go(x, n + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.go(self.stem(x), 0))
+
+
+@pytest.mark.parametrize("skip", [(0,), (1,), (1, 2), (3,)])
+@pytest.mark.parametrize("kind", [InALoop, Recursive])
+def test_if_nothing_tells_which_one_was_left_out_it_raises(kind: type[Net], skip: tuple[int, ...]) -> None:
+    rewired = rewire.compile(kind(), "denseformer", example_inputs=(vectors(),))
+    plain = rewire.restore(rewired)
+    torch.testing.assert_close(rewired(vectors()), plain(vectors()))
+    rewired.skip = skip
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors())
+    rewired.skip = ()
+    torch.testing.assert_close(rewired(vectors()), plain(vectors()))
+
+
+class Block(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.branch(x)
+        return x
+
+
+class SharedBlocks(Net):
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        blocks = [Block(branch) for branch in self.branches[:3]]
+        self.blocks = nn.ModuleList(blocks[n] for n in order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, block in enumerate(self.blocks):
+            if n not in self.skip:
+                x = block(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("order", "skip"),
+    [((0, 1, 0, 1, 0), (0, 1)), ((0, 1, 0, 1, 0), (2, 3)), ((0, 1, 0, 2), (0, 1)), ((0, 1, 2, 0, 2), (2, 3))],
+)
+def test_blocks_that_are_used_again(order: tuple[int, ...], skip: tuple[int, ...]) -> None:
+    """Which of its uses ran, a block does not know."""
+    rewired = rewire.compile(SharedBlocks(order), "denseformer", example_inputs=(vectors(),))
+    rewired.skip = skip
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors())
+
+
+def test_of_all_uses_of_a_block_that_are_left_out_it_is_known() -> None:
+    rewired = moved(lambda: SharedBlocks((0, 1, 0, 2)), "denseformer")
+    rewired.skip = (1,)
+    quiet = copy.deepcopy(rewired)
+    quiet.skip = ()
+    quiet.branches[1].register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+    torch.testing.assert_close(rewired(vectors()), quiet(vectors()))
