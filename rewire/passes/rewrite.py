@@ -126,6 +126,7 @@ def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Pl
         plans: Plans = {}
         handed: set[Key] = set()
         for name, layout in chosen.items():
+            layout.repeated = {}
             with _editing(name):
                 handed |= _plan(prepared, found, layout, plans, entered)
         missed = {key for key in handed & plans.keys() if plans[key].entered}

@@ -621,7 +621,7 @@ class Depth:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
-            live.stream = live.stream.skipped(live.first + to, known=entry.ordered)
+            live.stream = live.stream.skipped(live.first + to)
         elif live.stream.in_post:
             live.stream = live.stream.push(self._tensor(value))
         else:

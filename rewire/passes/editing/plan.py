@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -136,11 +136,8 @@ class _Planner:
             if scope in self.carriers.entered and self.sources.plan(scope).ordered:
                 continue
             for key in keys:
-                own = key == (scope.path, scope.code)  # it calls itself
-                calls = (
-                    [call for call in add.op.scope.outward() if (call.path, call.code) == key] for add in self.adds
-                )
-                numbers = [n for n, of in enumerate(calls) if any(own or call.parent is scope for call in of)]
+                itself = key == (scope.path, scope.code)
+                numbers = [n for n, add in enumerate(self.adds) if _is_made_in(add, key, None if itself else scope)]
                 found |= {number: min(found.get(number, number), numbers[0]) for number in numbers}
         return found
 
@@ -565,6 +562,12 @@ class _Planner:
                 return written
             return None
         return None
+
+
+def _is_made_in(add: Add, key: tuple[str, CodeType | None], parent: Scope | None) -> bool:
+    """Whether a function makes an add, in a call from ``parent``, or in any."""
+    calls = [call for call in add.op.scope.outward() if (call.path, call.code) == key]
+    return any(parent is None or call.parent is parent for call in calls)
 
 
 def _replaces(op: Op, add: Add) -> bool:
