@@ -97,6 +97,7 @@ class _Script:
         trunks: for each pass of a stream through a trunk, the trunk's name and layout.
         steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
         starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
+        returned: call -> number of the pass that starts with what it returns, and the index of the tensor in that.
         reads: the separate reads of each pass.
     """
 
@@ -104,6 +105,7 @@ class _Script:
         self.trunks: list[tuple[str, Layout]] = []
         self.steps: dict[_Key, list[tuple[int, str, int]]] = {}
         self.starts: dict[_Key, list[tuple[int, str, int]]] = {}
+        self.returned: dict[_Key, list[tuple[int, int]]] = {}
         self.reads: list[list[_Read]] = []
         self._flow = found.flow
         self._keys = dict(_numbered((op, (op.scope.path, op.place, op.name)) for op in found.flow))
@@ -121,6 +123,8 @@ class _Script:
             steps.sort(key=lambda step: (step[1] == "start", step[1] == "start" and -firsts[step[0]]))
         for starts in self.starts.values():
             starts.sort(key=lambda start: -firsts[start[0]])
+        for returned in self.returned.values():
+            returned.sort(key=lambda start: -firsts[start[0]])
         del self._flow, self._keys
 
     def __deepcopy__(self, _: object) -> _Script:
@@ -130,15 +134,22 @@ class _Script:
         self.steps.setdefault(self._keys[op], []).append((number, what, operand))
 
     def _start(self, chain: Chain, number: int) -> None:
-        """Note where a stream starts: at an argument of the call that first reads it, or an operation in that call."""
+        """Note where a stream starts: at an argument of the call that first reads it, or an operation in that call.
+
+        A module that is called there may make the first state, and read it before it returns it.
+        """
         scope, entry = _beginning(self._flow, chain), chain.entry
+        calls = dict.fromkeys(call for op in self._flow for call in op.scope.modules())
+        keys = dict(_numbered((call, (call.path,)) for call in calls))
+        inside = [call for call in _hooked(entry.scope.modules()) if call is not scope and scope.holds(call)]
+        if inside and entry in inside[0].results and not (entry.leaf and inside[0] is entry.scope):
+            self.returned.setdefault(keys[inside[0]], []).append((number, inside[0].results.index(entry)))
+            return
         brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)
         made_here = scope.holds(entry.scope) and entry.place is not None  # not an input of the model
         if made_here or brought is None:
             self._put(entry, number, "start")
             return
-        calls = dict.fromkeys(call for op in self._flow for call in op.scope.modules())
-        keys = dict(_numbered((call, (call.path,)) for call in calls))
         self.starts.setdefault(keys[scope], []).append((number, *brought))
 
     def _adds(self, chain: Chain, number: int, layout: Layout) -> None:
@@ -209,7 +220,7 @@ class _Wiring(Recorder):
             that they replace; and the path of the projection at which to stop.
         met: keys of all values in the arguments of that call.
         written: the target of an in-place addition, and its value before.
-        before: for each running call, the number of operations before it.
+        under_way: for each running call, its key, and the number of operations before it.
     """
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
@@ -228,7 +239,7 @@ class _Wiring(Recorder):
         self.products -= self.modules.keys()
         self.probe: tuple[dict[_Key, Tensor], str] | None = None
         self.met: set[_Key] = set()
-        self.before: list[int] = []
+        self.under_way: list[tuple[_Key, int]] = []
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Tensor, Tensor] | None = None
@@ -252,11 +263,18 @@ class _Wiring(Recorder):
         return self._happened(count, result, func, args, kwargs)
 
     def _left(self, module: nn.Module, args: Args, output: object) -> Any:
-        count = len(self.ops)  # including those in the module
+        count, scope = len(self.ops), self.stack[-1]  # including those in the module
         super()._left(module, args, output)
-        if self.probe is None and count == self.before.pop():
+        output = self._happened(count, output, module, args, {})
+        if self.probe is not None:
+            return output
+        key, before = self.under_way.pop()
+        if count == before:
             self.counts[self.paths[module],] -= 1  # the call failed and will be repeated, or it does nothing
-        return self._happened(count, output, module, args, {})
+        for number, index in self.script.returned.get(key, ()):
+            op = scope.results[index]
+            output = self._in_place_of(op, self.passes[number].start(self.made[op.index]), output, (args, {}))
+        return output
 
     def _happened(self, count: int, result: object, func: _Function, args: Args, kwargs: Kwargs) -> Any:
         """The result of a call in which operations from number ``count`` on return something else."""
@@ -347,8 +365,8 @@ class _Wiring(Recorder):
             args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
             self.known[id(new)] = op
             self.replaced.append(new)
+        self.under_way.append(((path, self.counts[path,]), len(self.ops)))
         self.counts[path,] += 1
-        self.before.append(len(self.ops))
         if path in self.readers:
             copied = _changed((args, kwargs), self._copied)  # the call may write to its arguments
             self.calls[path] = module, *copied, collections.Counter(self.counts)

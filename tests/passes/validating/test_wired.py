@@ -578,3 +578,43 @@ def test_a_model_that_says_how_it_is_rebuilt(caplog: pytest.LogCaptureFixture) -
     """The copies of the reference are wired, too."""
     rewire.compile(ByName(), "denseformer", example_inputs=(vectors(),))
     assert "was not validated" not in caplog.text
+
+
+class Scores(nn.Module):
+    """As attentions of RealFormer and Uni-Mol: the first makes the scores that the others add to, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.v = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = q @ k.transpose(1, 2)
+        if before is not None:
+            scores = before + scores
+        return x + scores.softmax(-1) @ self.v(x), scores
+
+
+class AddsUpScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scores() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, read = None, []
+        for layer in self.layers:
+            x, scores = layer(x, scores)
+            read.append(x)
+        return torch.stack(read)
+
+
+@pytest.mark.parametrize("topology", ["hc-static", "grn-v1", "x0-lambdas", "denseformer"])
+def test_a_first_state_that_is_read_where_it_is_made(topology: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is read as it is, and not what the topology reads of it."""
+    model = AddsUpScores()
+    (scores,) = (trunk.name for trunk in rewire.inspect(model, example_inputs=(X,)).trunks if len(trunk.sites) == 3)
+    rewired = shaken(rewire.compile(model, topology, example_inputs=(X,), trunks=[scores]), 0.3, seed=1)
+    assert "not validated" not in caplog.text
+    plain = rewire.restore(rewired)
+    torch.testing.assert_close(rewired(X)[0], plain(X)[0])
+    assert not torch.allclose(rewired(X)[1], plain(X)[1])
