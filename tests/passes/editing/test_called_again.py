@@ -234,10 +234,16 @@ def test_blocks_that_are_used_again(order: tuple[int, ...], skip: tuple[int, ...
         rewired(vectors())
 
 
-def test_of_all_uses_of_a_block_that_are_left_out_it_is_known() -> None:
-    rewired = moved(lambda: SharedBlocks((0, 1, 0, 2)), "denseformer")
-    rewired.skip = (1,)
-    quiet = copy.deepcopy(rewired)
+@pytest.mark.parametrize(("order", "skip"), [((0, 1, 0, 2), 1), ((0, 1, 0, 1, 0), 0), ((0, 1, 2, 0), 2)])
+def test_the_first_use_of_a_block_that_is_left_out_is_known(order: tuple[int, ...], skip: int) -> None:
+    rewired = moved(lambda: SharedBlocks(order), "denseformer")
+    rewired.skip = (skip,)
+    quiet, calls = copy.deepcopy(rewired), list[int]()
     quiet.skip = ()
-    quiet.branches[1].register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+
+    def first(_: nn.Module, args: object, made: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.zeros_like(made) if len(calls) == 1 else made
+
+    quiet.branches[order[skip]].register_forward_hook(first)
     torch.testing.assert_close(rewired(vectors()), quiet(vectors()))
