@@ -123,6 +123,25 @@ def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(ejected(x), rewired(x))
 
 
+def test_functions_that_are_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their calls, nothing tells which one was left out."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "again_net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n\n"
+        "    def step(self, x, n):\n        return x + self.layers[n](x)\n\n"
+        "    def forward(self, x, skip=()):\n        for n in range(3):\n            if n not in skip:\n"
+        "                x = self.step(x, n)\n        return x\n"
+    )
+    net, x = importlib.import_module("again_net").Net(), torch.randn(2, 4)
+    rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
+    ejected = imported(rewire.eject(rewired, tmp_path / "ejected_again"), monkeypatch).connected(net)
+    torch.testing.assert_close(ejected(x), rewired(x))
+    for model in (ejected, rewired):
+        with pytest.raises(Exception, match="nothing tells which of its calls is which"):
+            model(x, (1,))
+
+
 @pytest.mark.slow
 def test_models_compute_the_same_without_rewire(tmp_path: Path) -> None:
     folders = [eject_llama("ancre-ingoing", tmp_path, generate=True, collect=True)]

@@ -142,7 +142,7 @@ class _Script:
         calls = dict.fromkeys(call for op in self._flow for call in op.scope.modules())
         keys = dict(_numbered((call, (call.path,)) for call in calls))
         inside = [call for call in _hooked(entry.scope.modules()) if call is not scope and scope.holds(call)]
-        if inside and entry in inside[0].results and not (entry.leaf and inside[0] is entry.scope):
+        if inside and entry in inside[0].results:
             self.returned.setdefault(keys[inside[0]], []).append((number, inside[0].results.index(entry)))
             return
         brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)

@@ -203,6 +203,18 @@ def test_states_under_other_names_behind_the_loop(before: str, keep: str, name: 
         rewired.skip = ()
 
 
+def test_names_that_have_no_value_behind_the_loop() -> None:
+    """They are not read there, either."""
+    kept = "    if n == self.exit:\n        out = x\n"
+    body = f"{LOOP}{SKIP}    x = x + block.f(x)\n{kept}x = self.stem(x)\nif self.exit >= 0:\n    x = out"
+    rewired = rewire.compile(net_of(body), "denseformer", example_inputs=(written_input(),))
+    x = written_input()
+    plain = rewire.restore(rewired)
+    for rewired.exit, rewired.skip in ((-1, ()), (1, ()), (-1, (2,)), (1, (2,))):
+        plain.exit, plain.skip = rewired.exit, rewired.skip
+        torch.testing.assert_close(rewired(x), plain(x))
+
+
 def test_states_that_were_collected_stay_as_they_are() -> None:
     body = f"seen = []\n{LOOP}{SKIP}    x = x + block.f(x)\n    seen.append(x)\nx = self.stem(seen[0] + 2 * seen[-1])"
     rewired = moved(rewire.compile(net_of(body), "denseformer", example_inputs=(written_input(),)))
