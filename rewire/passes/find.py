@@ -19,7 +19,7 @@ from rewire.copies import noting_writes, own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
-from rewire.passes.finding.adds import Add
+from rewire.passes.finding.adds import SELECTIONS, Add, is_view
 from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.channels import are_turned, channels_of
 from rewire.passes.finding.cuts import why_cut
@@ -52,6 +52,7 @@ BESIDE = (
     "adds what is not computed from the state that it adds to: it changes the state between two residual adds, as in "
     "the plain model, and is none itself"
 )
+PART = "adds to a part of the state (`x[:, 1:] + f`), which goes on alone: states of one trunk need one shape"
 
 
 @dataclasses.dataclass
@@ -455,6 +456,7 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     said = {written_at(add.op.place) for add in aside}
     beside = [(path, written_at(op.place)) for chain in linked for op, path in _beside(chain)]
     left += [LeftAlone(path, BESIDE, *place) for path, place in beside if place not in said]
+    left += [LeftAlone(path, PART, *written_at(op.place)) for op, path in _of_parts(flow, linked)]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -493,6 +495,28 @@ def _beside(chain: Chain) -> Iterator[tuple[Op, str]]:
             weighted = [each for each in made if each.weighted and ours.isdisjoint(each.inputs)]
             if weighted:
                 yield op, _branch_path(op, max(weighted, key=lambda each: each.index))
+
+
+def _of_parts(flow: Flow, linked: Sequence[Chain]) -> Iterator[tuple[Op, str]]:
+    """Sums of a part of a chain's state and a branch of that state, and that branch's module."""
+    states = {op for chain in linked for op in (chain.entry, *(add.result for add in chain.adds))}
+    own = {op for chain in linked for add in chain.adds for op in (add.op, *add.inner, *add.post)}
+    sums = [op for op in flow if op.name == "add" and len(op.inputs) == 2 and op not in own]
+    for added, (shortcut, branch) in ((op, pair) for op in sums for pair in itertools.permutations(op.inputs)):
+        state = shortcut
+        while state not in states and (state.name in SELECTIONS or is_view(state)) and state.inputs:
+            state = state.inputs[0]
+        if state not in states or state.shape == shortcut.shape:
+            continue
+        made = _made_since(state, branch)
+        weighted = [each for each in made if each.weighted and each is not state]
+        if state in made and weighted:
+            yield added, _branch_path(added, max(weighted, key=lambda each: each.index))
+
+
+def _made_since(state: Op, branch: Op) -> set[Op]:
+    """What a branch was made of, from the operation ``state`` on."""
+    return reached([branch], lambda each: [source for source in each.inputs if source.index >= state.index])
 
 
 def _branch_path(op: Op, inner: Op) -> str:

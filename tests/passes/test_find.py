@@ -520,3 +520,25 @@ class Twice(nn.Module):
 def test_two_passes_of_which_one_attends_to_something_else_are_of_one_trunk(always: bool, topology: str) -> None:
     rewired = rewire.compile(Twice(always), topology, example_inputs=(vectors(),))
     assert [len(connection.layout.units) for connection in rewire.connections(rewired).values()] == [3]
+
+
+class CutBlock(nn.Module):
+    """As the last layer of FlowState: it goes on with a part of the tokens."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.f, self.cut = nn.Linear(8, 8), cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x[:, 2:] if self.cut else x
+        f = torch.tanh(self.f(x))
+        return (f[:, 2:] if self.cut else f) + skip
+
+
+@pytest.mark.parametrize(("cuts", "connected"), [((0, 0, 0, 1), 3), ((0, 1, 0, 0), 2)])
+def test_adds_to_a_part_of_the_state_are_named(cuts: tuple[int, ...], connected: int) -> None:
+    net = nn.Sequential(*(CutBlock(bool(cut)) for cut in cuts), nn.Linear(8, 8))
+    report = rewire.inspect(net, example_inputs=(torch.randn(2, 9, 8),))
+    assert [len(trunk.sites) for trunk in report.trunks] == [connected]
+    parts = [left.path for left in report.left if "a part of the state" in left.why]
+    assert parts == [f"{cuts.index(1)}.f"]

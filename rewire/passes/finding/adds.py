@@ -30,7 +30,7 @@ TURNS = frozenset(
 #: All views.
 VIEWS = TURNS | {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"}
 #: Indexing, and padding (up to a multiple of a window, say): views if they keep the number of values.
-_SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather", "pad"})
+SELECTIONS = frozenset({"getitem", "select", "narrow", "slice", "index_select", "gather", "pad"})
 ACCUMULATED = "index_put with accumulate=True"
 #: Adds of a branch to some rows, as in stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
@@ -140,7 +140,7 @@ def is_view(op: Op) -> bool:
 
     So does an index that keeps the number of values: ``x[None, :]``, ``x[0]`` of one row, ``x[order]``.
     """
-    if op.name not in _SELECTIONS:
+    if op.name not in SELECTIONS:
         return op.name in VIEWS and bool(op.inputs)
     return bool(op.inputs) and size_of(op) == size_of(op.inputs[0]) != -1
 
