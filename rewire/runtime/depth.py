@@ -380,7 +380,7 @@ class Depth:
         Otherwise, the next function that adds knows where it belongs.
         """
         entry = live.entry
-        if entry is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
+        if entry is None or live.source is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
             return live.stream
         return live.stream.skipped(live.start + entry.adds.get(live.start, 0), known=True)
 

@@ -6,6 +6,7 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Collection
 from types import CodeType
@@ -39,6 +40,7 @@ class Carriers:
         read_below: whether a function called by `begin` is the first to read the stream.
         scopes: the calls, outermost first.
         entered: the calls whose functions are entered.
+        times: functions -> how often they are called.
         again: calls -> functions that they call several times to make adds, and that do not know which call is which.
         outside: functions of these calls that also run without a stream.
     """
@@ -54,6 +56,7 @@ class Carriers:
         self.begin = self.first = self._beginning()
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
+        self.times = collections.Counter((scope.path, scope.code) for scope in self.scopes)
         self.again = self._called_again()
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
@@ -89,8 +92,13 @@ class Carriers:
             found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]) if home[-1].holds(scope) else ())
         return list(found)
 
+    def calls_of(self, add: Add) -> list[Scope]:
+        """The calls that make an add, up to that of a function that is called only once, and so knows what it is."""
+        scopes = add.op.scope.outward()
+        return [*itertools.takewhile(lambda scope: self.times[scope.path, scope.code] > 1, scopes)]
+
     def _called_again(self) -> dict[Scope, set[tuple[str, CodeType | None]]]:
-        adding = {scope for add in self.adds for scope in add.op.scope.outward()}
+        adding = {scope for add in self.adds for scope in self.calls_of(add)}
         called: dict[Scope, list[tuple[str, CodeType | None]]] = {}
         for scope in self.scopes:
             if scope.parent is not None and scope in adding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType, FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -137,7 +137,8 @@ class _Planner:
                 continue
             for key in keys:
                 itself = key == (scope.path, scope.code)
-                numbers = [n for n, add in enumerate(self.adds) if _is_made_in(add, key, None if itself else scope)]
+                made = ([c for c in self.carriers.calls_of(add) if (c.path, c.code) == key] for add in self.adds)
+                numbers = [n for n, calls in enumerate(made) if any(itself or call.parent is scope for call in calls)]
                 found |= {number: min(found.get(number, number), numbers[0]) for number in numbers}
         return found
 
@@ -562,12 +563,6 @@ class _Planner:
                 return written
             return None
         return None
-
-
-def _is_made_in(add: Add, key: tuple[str, CodeType | None], parent: Scope | None) -> bool:
-    """Whether a function makes an add, in a call from ``parent``, or in any."""
-    calls = [call for call in add.op.scope.outward() if (call.path, call.code) == key]
-    return any(parent is None or call.parent is parent for call in calls)
 
 
 def _replaces(op: Op, add: Add) -> bool:

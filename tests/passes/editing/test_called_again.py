@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,63 @@ class SharedModule(Net):
         return self.norm(x)
 
 
+class Block(nn.Module):
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.branch(x)
+        return x
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class Runs(Net):
+    """A function runs the blocks, as PixArt's checkpoints them, and these know what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, self.branches))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, block in enumerate(self.blocks):
+            if n not in self.skip:
+                x = run(block, x)
+        return self.norm(x)
+
+
+class MethodRuns(Runs):
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = block(x)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, block in enumerate(self.blocks):
+            if n not in self.skip:
+                x = self.run(block, x)
+        return self.norm(x)
+
+
+class RunsSome(MethodRuns):
+    """The function leaves out the block."""
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if any(block is self.blocks[n] for n in self.skip):
+            return x
+        return super().run(block, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.norm(x)
+
+
 def without(model: nn.Module, x: Tensor, skip: tuple[int, ...]) -> Tensor:
     """What a model computes if these branches are zero."""
     model = copy.deepcopy(model)
@@ -149,12 +207,13 @@ def vectors() -> Tensor:
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+KINDS = [InIfs, FunctionInIfs, BranchesInIfs, Returns, ToldByModules, SharedModule, MethodRuns, RunsSome]
 SKIPS = [(0,), (1,), (3,), (1, 2), (2, 3), (0, 2)]
 
 
 @pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("kind", [InIfs, FunctionInIfs, BranchesInIfs, Returns, ToldByModules, SharedModule])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_left_out_adds_nothing(kind: type[Net], topology: str) -> None:
     rewired = moved(kind, topology)
     for skip in SKIPS:
@@ -162,6 +221,14 @@ def test_what_is_left_out_adds_nothing(kind: type[Net], topology: str) -> None:
         rewired.skip = skip
         torch.testing.assert_close(rewired(vectors()), expected)
         rewired.skip = ()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_function_that_runs_blocks(topology: str) -> None:
+    torch.manual_seed(1)
+    rewired = moved(Runs, topology)
+    torch.manual_seed(1)
+    torch.testing.assert_close(rewired(vectors()), moved(MethodRuns, topology)(vectors()))
 
 
 class InALoop(BranchesInIfs):
@@ -196,16 +263,6 @@ def test_if_nothing_tells_which_one_was_left_out_it_raises(kind: type[Net], skip
         rewired(vectors())
     rewired.skip = ()
     torch.testing.assert_close(rewired(vectors()), plain(vectors()))
-
-
-class Block(nn.Module):
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.branch(x)
-        return x
 
 
 class SharedBlocks(Net):
