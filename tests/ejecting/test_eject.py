@@ -104,15 +104,24 @@ def imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(f"{path.parent.name}.{path.stem}")
 
 
-def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "skipping_net.py").write_text(
+def net_with(methods: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A net of three layers, of a module in the folder."""
+    monkeypatch.syspath_prepend(folder)
+    name = f"net_{folder.name}"
+    (folder / f"{name}.py").write_text(
         "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n\n"
+        f"        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n\n{methods}"
+    )
+    net: nn.Module = importlib.import_module(name).Net()
+    return net
+
+
+def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = (
         "    def forward(self, x, skip=()):\n        for n, f in enumerate(self.layers):\n"
         "            if n in skip:\n                continue\n            x = x + f(x)\n        return x\n"
     )
-    net, x = importlib.import_module("skipping_net").Net(), torch.randn(2, 4)
+    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
     rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
     ejected = imported(rewire.eject(rewired, tmp_path / "ejected_skipping"), monkeypatch).connected(net)
     for mine, its in zip(ejected.parameters(), shaken(rewired, 0.5, seed=1).parameters(), strict=True):
@@ -125,15 +134,12 @@ def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_functions_that_are_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of their calls, nothing tells which one was left out."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "again_net.py").write_text(
-        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n\n"
+    methods = (
         "    def step(self, x, n):\n        return x + self.layers[n](x)\n\n"
         "    def forward(self, x, skip=()):\n        for n in range(3):\n            if n not in skip:\n"
         "                x = self.step(x, n)\n        return x\n"
     )
-    net, x = importlib.import_module("again_net").Net(), torch.randn(2, 4)
+    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
     rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
     ejected = imported(rewire.eject(rewired, tmp_path / "ejected_again"), monkeypatch).connected(net)
     torch.testing.assert_close(ejected(x), rewired(x))
