@@ -304,17 +304,32 @@ def _rows(adds: list[Add]) -> list[Chain]:
     """The chain of ``adds``, cut where states before and after an add cannot be mixed.
 
     Views after the last change of values apply to all states. Views before it apply to one, whose order then differs.
+    Views inside the call that makes the next state cannot be applied to all states either. Blocks that all end in such
+    a call are refused later, with the reason; here the chain is cut where the call only stands between two stages.
     """
+    pairs = [*itertools.pairwise(adds)]
+    ways = [_split(between(add.op, following.state, weights=False) - {add.op}, add.op) for add, following in pairs]
+    turned = [_turned_by_call(*way, *pair) for way, pair in zip(ways, pairs, strict=True)]
+    lines = [(add.op.scope.code, add.op.place) for add, _ in pairs]
+    unturned = {line for line, call in zip(lines, turned, strict=True) if not call}
     rows = [Chain(adds[:1], [[]])]
-    for add, following in itertools.pairwise(adds):
-        post, passage = _split(between(add.op, following.state, weights=False) - {add.op}, add.op)
-        if size_of(add.op) != size_of(following.op) or rearranged(post, add.op):
+    for (add, following), (post, passage), call, line in zip(pairs, ways, turned, lines, strict=True):
+        between_stages = call and line in unturned
+        if size_of(add.op) != size_of(following.op) or rearranged(post, add.op) or between_stages:
             rows.append(Chain([following], [[]]))
         else:
             add.post = post
             rows[-1].adds.append(following)
             rows[-1].passages.append(passage)
     return rows
+
+
+def _turned_by_call(post: Sequence[Op], passage: Sequence[Op], *adds: Add) -> bool:
+    """Whether the call between two adds that makes the next state also turns it, as a norm over channels does."""
+    scopes = post[-1].scope.outward() if post else ()
+    calls = [scope for scope in scopes if not any(scope.holds(add.op.scope) for add in adds)]
+    own = [*itertools.takewhile(lambda op: calls[-1].holds(op.scope), passage)] if calls else []
+    return bool(own) and rearranged([*post, *own], adds[0].op)
 
 
 def rearranged(post: Sequence[Op], before: Op) -> bool:

@@ -216,6 +216,39 @@ def test_what_the_last_block_keeps_beside_its_state_is_no_post(kept: str) -> Non
     assert len(connection.layout.units) == 3 and not connection.layout.posts
 
 
+class ChannelsFirst(nn.Module):
+    """A convolutional branch with channels in front, between stages that have them last, as in GCViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = TurnedNorm(16), nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.conv(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, down: bool) -> None:
+        super().__init__()
+        self.down = ChannelsFirst() if down else nn.Identity()
+        self.blocks = nn.ModuleList(PreNorm(16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x).permute(0, 2, 1)
+        for block in self.blocks:
+            x = block(x)
+        return x.permute(0, 2, 1).contiguous()
+
+
+def test_a_norm_between_two_stages_that_turns_its_input_makes_no_state(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Conv1d(16, 16, 1), *map(Stage, (False, True, True))), torch.randn(2, 16, 5)
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(x,))
+    found = {name: len(c.layout.units) for name, c in rewire.connections(rewired).items()}
+    assert found == {"1.blocks": 4, "2": 5, "3": 5} and not caplog.text
+    torch.testing.assert_close(rewired(x), model(x))
+
+
 class Levels(nn.Module):
     """A U-Net in two loops, as k-diffusion's HDiT; its levels are `torch.nn.Sequential`s of blocks."""
 
