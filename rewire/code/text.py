@@ -107,6 +107,16 @@ class Text(Lines):
         return next(each for each in (node, *self.above(node)) if isinstance(each, ast.stmt))
 
     @functools.cached_property
+    def _written(self) -> dict[ast.AST, str]:
+        return {}
+
+    def written(self, node: ast.AST) -> str:
+        """What a node says, whatever its place: equal for equal expressions."""
+        if node not in self._written:
+            self._written[node] = ast.dump(node)
+        return self._written[node]
+
+    @functools.cached_property
     def names(self) -> set[str]:
         """Names of all variables that the function uses."""
         arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}

@@ -10,12 +10,11 @@ from rewire.errors import EditError
 from rewire.passes.editing.additions import written_to
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import FunctionPlan
-from rewire.passes.editing.sources import global_of
+from rewire.passes.editing.sources import global_of, runs_in_function
 from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import INSIDE, Add
 from rewire.passes.finding.flow import Op, Scope
-from rewire.runtime.reentrant import forwards
 
 
 def check_in_place(carriers: Carriers) -> None:
@@ -128,7 +127,7 @@ def check_add(found: Finding, add: Add) -> None:
     """Refuse an add that a checkpoint runs without the forward around it, or that is not a residual add in each run."""
     place, path = add.op.place, add.op.scope.path
     where, written = written_at(place)
-    if not forwards().isdisjoint(scope.code for scope in add.op.scope.outward()):
+    if runs_in_function(add.op.scope):
         raise EditError(f"the residual add at {where} {INSIDE}")
     if place is not None and place[0] in add.op.scope.again:
         raise EditError(

@@ -104,7 +104,7 @@ class Sources:
         by_name = scope.helper or scope.bare
         if scope.parent is None or scope.code is None or not by_name or not self.function(scope)[2]:
             return
-        if not forwards().isdisjoint(above.code for above in scope.outward()):
+        if runs_in_function(scope):
             return  # `check_add` refuses autograd functions
         try:
             call, above = self.call(scope), scope.parent
@@ -225,6 +225,12 @@ def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bo
     if isinstance(node, ast.Attribute) and node.attr == name:
         return not isinstance(global_of(node.value, function), type) and not _is_of_super(node)
     return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "step")
+
+
+def runs_in_function(scope: Scope) -> bool:
+    """Whether a call runs in a forward of an autograd function."""
+    helpers = {call.code for call in scope.outward() if call.helper}
+    return bool(helpers) and not forwards().isdisjoint(helpers)
 
 
 def global_of(node: ast.expr, function: FunctionType | None) -> object:

@@ -178,8 +178,8 @@ def _nested_function(text: Text, node: ast.AST) -> ast.FunctionDef | ast.Lambda 
 
 def _alike(text: Text, one: ast.Call, other: ast.Call) -> bool:
     """Whether two calls run the same function: ``block(x)`` and ``checkpoint(block, x, mask)``, or the reverse."""
-    if ast.dump(one.func) == ast.dump(other.func):
-        return [*map(ast.dump, one.args[:1])] == [*map(ast.dump, other.args[:1])]
+    if text.written(one.func) == text.written(other.func):
+        return [*map(text.written, one.args[:1])] == [*map(text.written, other.args[:1])]
     return _is_given(text, one, other.func) or _is_given(text, other, one.func)
 
 
@@ -188,9 +188,9 @@ def _is_given(text: Text, call: ast.Call, function: ast.expr) -> bool:
     if len(call.args) + len(call.keywords) < 2:
         return False  # nothing is passed to the function
     given = [arg.value if isinstance(arg, ast.Attribute) and arg.attr == "__call__" else arg for arg in call.args]
-    known = ast.dump(function)
-    return known in [*map(ast.dump, given)] or (
-        _takes_the_place(text, call) and any(known in map(ast.dump, _wrapped(text, arg)) for arg in given)
+    known = text.written(function)
+    return known in map(text.written, given) or (
+        _takes_the_place(text, call) and any(known in map(text.written, _wrapped(text, arg)) for arg in given)
     )
 
 
