@@ -218,7 +218,8 @@ def _entries(
     holders: Mapping[str, tuple[nn.Module, str]],
 ) -> list[Entry]:
     def entry(trunk: dict[str, Any]) -> Entry:
-        name, told_apart = trunk["trunk"], {path: _found(module, path) for path in trunk.get("iterations", ())}
+        name, told = trunk["trunk"], (*trunk.get("iterations", ()), *trunk.get("calls", ()))
+        told_apart = {path: _found(module, path) for path in told}
         held = holders[name] if trunk["begins"] else None
         return Entry(connection=connections[name], told_apart=told_apart, held=held, **trunk)
 

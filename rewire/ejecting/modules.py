@@ -314,8 +314,9 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 
 def _entry(entry: Entry) -> str:
     given = {"trunk": entry.trunk, "begins": entry.begins, "adds": entry.adds}
-    given |= {name: True for name in ("ordered", "outside", "read_below", "branch_given") if getattr(entry, name)}
-    given |= {"iterations": entry.iterations} if entry.iterations else {}
+    flags = ("ordered", "outside", "read_below", "branch_given", "runs_blocks")
+    given |= {name: True for name in flags if getattr(entry, name)}
+    given |= {name: known for name in ("iterations", "calls") if (known := getattr(entry, name))}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 

@@ -70,6 +70,7 @@ class Depth:
         qkv: bool = False,
         width: int | None = None,
         again: bool = False,
+        before: Sequence[Any] = (),
     ) -> Any:
         """The value, a tensor, of a stream that an argument or an expression holds.
 
@@ -85,6 +86,7 @@ class Depth:
             qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
             width: with ``qkv``, the number of channels of each of the three, if known.
             again: whether a loop makes ``value``, in later iterations something else than what the trunk starts with.
+            before: of a method that is called several times, what tells which call this is, as in `reach`.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
@@ -102,7 +104,7 @@ class Depth:
             def opened(part: object) -> Any:
                 if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
                     return part  # a stream that the function only passes on, or an earlier state
-                return self.open(part, norm, trunk, post, begin and part is first)
+                return self.open(part, norm, trunk, post, begin and part is first, before=before)
 
             return mapped(value, opened)
         for known in self.live:
@@ -111,25 +113,28 @@ class Depth:
         if isinstance(value, Tensor) and self._holding(value) is not None:  # the value of a stream that is open already
             return value
         if isinstance(value, Stream):
-            return self._enter(value if post or value.held is None else value.settled(), norm)
+            return self._enter(value if post or value.held is None else value.settled(), norm, before)
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case, an operation's result from the sum
-        if isinstance(value, Tensor) and begin:
+        if isinstance(value, Tensor) and begin and not (before and _looked_up(*before)[1] is None):
             begun = [live for live in self.live if live.entry is entry and (live.start or not live.stream.complete)]
             if not begun:
-                return self._begin(value, norm, entry)
+                return self._begin(value, norm, entry, before)
             if not again:
                 self._check_beside(begun[0])
         return value
 
-    def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
+    def _enter(self, stream: Stream, norm: nn.Module | None, before: Sequence[Any]) -> Tensor:
         """Take in a stream from outside, and return its value."""
         if stream.weights.loans:
             stream.check_loans()
         if not isinstance(stream.held, (Reading, Post)):
             stream.check_recorded()
         entry = self._entry(stream)
+        if entry is not None and before:
+            position = self._position_of(entry, before, stream.position)
+            stream = stream.skipped(position, known=True)
         if entry is not None and stream.position in entry.adds:
             return self._track(Live(stream, entry, stream), norm)
         later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
@@ -150,17 +155,35 @@ class Depth:
             )
         return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
 
-    def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+    def _position_of(self, entry: Entry, before: Sequence[Any], position: int) -> int:
+        """The stream's position at a call of a method, which is ``position`` if no calls were left out before it.
+
+        Raises:
+            OutOfOrder: it is another call than any that is known.
+        """
+        owner, module = _looked_up(*before)
+        if module is None:  # then this call does not run it
+            return position
+        known = entry.number_of(entry.calls, owner, module, position)
+        if known is None or known < position:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) runs a {type(module).__name__} after {position} residual adds of "
+                f"trunk '{entry.trunk}', and {'did not run it' if known is None else f'after {known}'} when it was "
+                f"rewired: it is called in another order, or again.{self.advice}"
+            )
+        return known
+
+    def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry, before: Sequence[Any]) -> Tensor:
         """Begin a stream with a plain tensor, and return its value."""
         if not entry.begins and value.dtype == torch.float16:
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
         if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
-        if not entry.begins:
-            before = next(iter(entry.adds))
-            giver = "the block before it returns" if before else "its caller had, not a slice of it, say"
+        after = self._position_of(entry, before, 0) if before else 0 if entry.begins else next(iter(entry.adds))
+        if after or not entry.begins:
+            giver = "the block before it returns" if after else "its caller had, not a slice of it, say"
             raise OutOfOrder(
-                f"block '{self.block}' was given a plain tensor, but it belongs after residual add {before} of trunk "
+                f"block '{self.block}' was given a plain tensor, but it belongs after residual add {after} of trunk "
                 f"'{entry.trunk}' and needs the stream that {giver}. Call the blocks in the model's order and hand on "
                 "what they return. What changes hidden states between blocks belongs in a forward hook of a block, or "
                 "has to happen on the inputs that the model is rewired with, too; of a model that was cut for pipeline "
@@ -556,7 +579,7 @@ class Depth:
         value: object,
         to: int | None = None,
         *trunks: int,
-        before: tuple[nn.Module, object] | None = None,
+        before: Sequence[Any] = (),
         trunk: int = 0,
     ) -> Any:
         """The value of a variable after an ``if`` or a loop in which adds, posts or blocks may have been skipped.
@@ -567,25 +590,25 @@ class Depth:
             value: the variable's value, perhaps in a container.
             to: number of this call's adds up to here; -1: all adds of the trunk; None: only a post may be skipped.
             trunks: numbers of the function's trunks that this concerns; default: all, or the first if ``to`` is -1.
-            before: in a loop's iteration, the function's module, and the one below it that this iteration runs: ``to``
-                then counts the adds of the iteration.
+            before: in a loop's iteration, the function's module, and the one below it that this iteration runs, or a
+                container and where in it that is, if it is there: ``to`` then counts the adds of the iteration.
             trunk: number of the trunk to which the loop adds.
 
         Raises:
             OutOfOrder: iterations run in another order than when the model was rewired.
         """
-        if before is not None:
-            return self._at_iteration(value, self.entries[trunk], *before, to or 0)
+        if before:
+            return self._at_iteration(value, self.entries[trunk], *_looked_up(*before), to or 0)
         newest = value[-1] if isinstance(value, (list, tuple)) and value else value  # of states that the model keeps
         return mapped(value, lambda part: self._reached(part, to, trunks, part is newest))
 
     def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object, to: int) -> Any:
         live = self._of_trunk(entry.trunk)
-        if live is None:
+        if live is None or module is None:
             return value
         ran = live.stream.position - live.first
-        before = entry.adds_before(owner, module, ran - to)
-        adds = None if before is None else before + to
+        known = entry.number_of(entry.iterations, owner, module, ran - to)
+        adds = None if known is None else known + to
         live.unclear |= adds is None
         if adds is None or adds == ran:
             return value
@@ -763,7 +786,8 @@ class Depth:
             layout.check_passes(stream.position, len(layout.units))
         none = entry is not None and isinstance(live.source, Tensor) and entry.adds_none(stream)
         told = none or (entry is not None and entry.ordered and not live.unclear)
-        if entry is not None and (ran > expected or (ran < expected and not told)):
+        too_many = ran > expected and not (entry is not None and entry.runs_blocks)
+        if entry is not None and (too_many or (ran < expected and not told)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
@@ -793,6 +817,16 @@ def _may_end(live: Live, *called: object) -> bool:
     modules = [child for each in owners if isinstance(each, nn.Module) for child in each.modules()]
     entries = [entry for module in modules if hasattr(module, GATE) for entry in getattr(module, GATE).entries]
     return not modules or any(entry.trunk == live.trunk for entry in entries)
+
+
+def _looked_up(owner: nn.Module, module: Any, *key: object) -> tuple[nn.Module, object]:
+    """A function's module, and the one below it that tells where it is; None if a container has none at that key."""
+    if not key:
+        return owner, module
+    try:
+        return owner, module[key[0]]
+    except LookupError:
+        return owner, None
 
 
 def _with(args: Sequence[object], live: Live, x: Tensor) -> list[Any]:

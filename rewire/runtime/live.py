@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,9 +32,13 @@ class Entry:
         outside: whether the function is also called outside of trunks, with plain tensors.
         read_below: whether the stream begins in the function, but a function that it calls reads it first.
         branch_given: whether callers compute the first branch that the function adds, from the value that they read.
+        runs_blocks: whether functions that it calls make all these adds, and know which ones they make: then
+            a call may also pass those of blocks that were left out before it.
         iterations: modules, by path below the function's, each of which a loop calls in one of its iterations -> number
             of the function's adds before that iteration.
-        told_apart: these modules, by the same paths: they may be elsewhere later. Empty in copies without them.
+        calls: modules, by path below the function's, each of which one call of the function runs -> number of the
+            trunk's adds before that call.
+        told_apart: the modules of both, by the same paths: they may be elsewhere later. Empty in copies without them.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
         held: the module that owns the trunk, and the connection's name there; None if it need not be looked up.
     """
@@ -46,22 +51,24 @@ class Entry:
     outside: bool = False
     read_below: bool = False
     branch_given: bool = False
+    runs_blocks: bool = False
     iterations: dict[str, int] = dataclasses.field(default_factory=dict)
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
     told_apart: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     cut_at: int | None = None
     held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def adds_before(self, owner: nn.Module, module: object, ran: int) -> int | None:
-        """The number of the function's adds before the iteration that runs ``module``, of its module ``owner``'s.
+    def number_of(self, numbers: Mapping[str, int], owner: nn.Module, module: object, likely: int) -> int | None:
+        """The number, in `iterations` or `calls`, of what runs ``module``, of the function's module ``owner``.
 
-        It is mostly ``ran``: these are looked at first. None if ``module`` runs in no iteration that is known.
+        It is mostly ``likely``: these are looked at first. None if nothing is known to run ``module``.
         """
-        likely_first = sorted(self.iterations.items(), key=lambda item: item[1] != ran)
-        for path, adds in likely_first:
+        likely_first = sorted(numbers.items(), key=lambda item: item[1] != likely)
+        for path, number in likely_first:
             if self.told_apart.get(path) is module:
-                return adds
+                return number
         # it may have been replaced, as by an adapter
-        return next((adds for path, adds in likely_first if _submodule(owner, path) is module), None)
+        return next((number for path, number in likely_first if _submodule(owner, path) is module), None)
 
     @property
     def in_use(self) -> Connection:

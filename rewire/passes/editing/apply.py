@@ -86,11 +86,11 @@ def _gate(
         trunk = connection.trunk
         held = (model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]) if trunk and begins else None
         outside, read_below = plan.outside.get(name, False), name in plan.read_below
-        given = name in plan.branch_given
-        iterations = plan.iterations(name)
+        given, runs_blocks = name in plan.branch_given, plan.runs_blocks
+        iterations, calls = plan.iterations(name), plan.calls.get(name, {})
         owner = model.get_submodule(plan.path)
-        told_apart = {path: owner.get_submodule(path) for path in iterations}
-        facts = adds, plan.ordered, outside, read_below, given, iterations, told_apart
+        told_apart = {path: owner.get_submodule(path) for path in (*iterations, *calls)}
+        facts = adds, plan.ordered, outside, read_below, given, runs_blocks, iterations, calls, told_apart
         return Entry(name, connection, begins, *facts, held=held)
 
     entries = [entry(name, adds) for name, adds in plan.adds.items()]

@@ -6,6 +6,7 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
+import ast
 import collections
 import itertools
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from rewire.code.text import span_of, within
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
+from rewire.passes.editing.told import modules_run
 from rewire.passes.editing.variables import hands_on, loops_around, may_be_left_out
 from rewire.passes.find import Finding, not_run
 from rewire.passes.finding.adds import Add, between
@@ -41,6 +43,8 @@ class Carriers:
         scopes: the calls, outermost first.
         entered: the calls whose functions are entered.
         times: functions -> how often they are called.
+        told: methods that are called several times to make adds, and run another module in each call -> how that is
+            written, and for each of its paths below the method's module, the number of adds before the call.
         again: calls -> functions that they call several times to make adds, and that do not know which call is which.
         outside: functions of these calls that also run without a stream.
     """
@@ -57,7 +61,9 @@ class Carriers:
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
         self.times = collections.Counter((scope.path, scope.code) for scope in self.scopes)
-        self.again = self._called_again()
+        again = self._called_again()
+        self.told = {key: told for key in set().union(*again.values()) if (told := self._told(key)) is not None}
+        self.again = {scope: left for scope, keys in again.items() if (left := keys - self.told.keys())}
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()
@@ -107,6 +113,25 @@ class Carriers:
         for scope, keys in called.items():  # and those that call themselves
             again[scope].update({(above.path, above.code) for above in scope.outward()}.intersection(keys))
         return {scope: keys for scope, keys in again.items() if keys}
+
+    def _told(self, key: tuple[str, CodeType | None]) -> tuple[str, dict[str, int]] | None:
+        """How calls of a function are told apart: see `told`."""
+        scopes = [scope for scope in self.scopes if (scope.path, scope.code) == key]
+        if not self._has_text(scopes[0]) or not self.sources.function(scopes[0])[2]:
+            return None
+        text, numbers = self.sources.text(scopes[0]), dict[Scope, int]()
+        for number, add in enumerate(self.adds):
+            numbers |= {call: numbers.get(call, number) for call in add.op.scope.outward() if call in scopes}
+        tensors = {name for scope in scopes for name, ops in scope.arguments.items() if ops}
+        stored = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known = {argument.arg for argument in ast.walk(text.tree.args) if isinstance(argument, ast.arg)}
+        known -= {text.receiver, *tensors}
+        for written, runs in modules_run(self.flow, scopes, text, known, stored | tensors, text.tree):
+            paths = {path: numbers[scope] for scope, path in runs if scope in numbers}
+            each_once = len(runs) == len({scope for scope, _ in runs}) == len(paths) == len({*paths.values()})
+            if text.receiver and each_once and len(paths) == len(numbers):
+                return written, paths
+        return None
 
     def _casting(self) -> list[Scope]:
         """Calls without an add that cast or view the stream's value, of functions that do add in other calls.
@@ -162,6 +187,8 @@ class Carriers:
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
             entered.add(home)
+            if self.times[self.begin.path, self.begin.code] > 1:
+                self.first = home  # of its other calls, each would begin a stream, too
             self.begin, self.read_below = home, True
         if not_run([self.flow], self.trunk):
             entered.add(home)  # blocks that run later will not return the stream, which is noticed there
@@ -197,7 +224,7 @@ class Carriers:
                 made = entry.place is not None and home.holds(entry.scope)  # else the model was given it
                 if made and within(self.sources.span(home, entry), span_of(loop)):
                     return False  # the loop makes the first state, too: the stream would begin in each iteration
-            return may_be_left_out(text, call)
+            return (first.path, first.code) in self.told or may_be_left_out(text, call)
         except EditError:
             return False
 

@@ -28,6 +28,7 @@ class Parameter:
         width: in that case, the number of channels of each, if known.
         post: whether it brings a value from which the next state has yet to be computed.
         item: for a container of tensors, what leads to the one at which the trunk starts, or its number among them.
+        told: if the method is called several times, how a module is written that is another one in each call.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Parameter:
     width: int | None = None
     post: bool = False
     item: Item | None = None
+    told: Written = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +261,7 @@ class FunctionPlan:
         substituted: whether it replaces the class's own method (see `Pattern.forwards`).
         edits: by kind and place.
         adds: for each trunk: number of adds before a call of the function -> number of adds that the call makes.
+        calls: for each trunk, the modules by which calls of the method are told apart -> number of adds before that.
         begins: where trunks begin in it: names of parameters, or the place of an expression.
         begins_inside: trunks that, in some calls, begin in a function that it calls.
         read_below: trunks that begin in it, and whose first reader is a function that it calls.
@@ -280,6 +283,7 @@ class FunctionPlan:
     substituted: bool = False
     edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    calls: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     begins: dict[str, Any] = dataclasses.field(default_factory=dict)
     begins_inside: set[str] = dataclasses.field(default_factory=set)
     read_below: set[str] = dataclasses.field(default_factory=set)
@@ -310,6 +314,11 @@ class FunctionPlan:
         unknown += [edit.at for edit in calls if edit.passed is None]
         known = [edit.at for edit in self.edits.values() if isinstance(edit, Iteration)] if self.iterates else []
         return all(any(within(at, loop) for loop in known) for at in unknown)
+
+    @property
+    def runs_blocks(self) -> bool:
+        """Whether all its adds are made by functions that it calls, and that know which ones they make."""
+        return not any(isinstance(edit, Sum) or getattr(edit, "again", False) for edit in self.edits.values())
 
     @property
     def iterates(self) -> bool:
@@ -402,6 +411,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts there in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
+    if isinstance(a, Parameter) and "" in (a.told, b.told):  # the other brings the stream in a single call
+        told = a.told or b.told
+        a, b = dataclasses.replace(a, told=told), dataclasses.replace(b, told=told)
     loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None, "joins": True}
     if getattr(a, "site", None) == getattr(b, "site", None):
         del loose["site"]

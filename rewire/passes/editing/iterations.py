@@ -17,10 +17,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from rewire.code.text import Span, Text, place_of, span_of
+from rewire.code.text import Span, Text, span_of
 from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import FunctionPlan, Iteration, Reach
 from rewire.passes.editing.ends import ends
+from rewire.passes.editing.told import modules_run
 from rewire.passes.editing.variables import assigned, bound_before, kept_in, loops_around, names_behind
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Scope
@@ -118,7 +119,7 @@ def _iteration(carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[S
     firsts = [numbers[0] for numbers in each_pass]
     passed = {each: max(sites[at][0] for at in sites if ifs[at] is each) + 1 - firsts[0] for each in ifs.values()}
     behind = tuple((span_of(each), count) for each, count in passed.items() if each)
-    for written, paths in _called(carriers, scope, text, loop):
+    for written, paths in _looked_up(carriers, scope, text, loop):
         if len(firsts) == len(paths) == len({*paths}):
             return Iteration(span_of(loop), name, written, tuple(zip(paths, firsts, strict=True)), behind)
     return None
@@ -144,31 +145,11 @@ def _variable(text: Text, at: Span) -> str | None:
     return assigned(text, text.statement(text.nodes[at][0]))
 
 
-def _called(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> Iterator[tuple[str, list[str]]]:
-    """How a loop's body calls modules that it could name at its start, each with their paths below the function's."""
-    calls: dict[Span, list[str]] = {}
-    for child in carriers.flow.calls:
-        if child.parent is scope and child.call is not None and not (child.helper or child.bare):
-            calls.setdefault(place_of(*child.call), []).append(child.path)
-    above = f"{scope.path}." if scope.path else ""
-    for op in carriers.flow:
-        if op.scope is scope and op.leaf is not None and op.place is not None:
-            calls.setdefault(place_of(*op.place), []).append(above + op.name)
+def _looked_up(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> Iterator[tuple[str, list[str]]]:
+    """How a loop's body writes modules that it could look up at its start, each with the paths of those it ran."""
     names = [node for each in loop.body for node in ast.walk(each) if isinstance(node, ast.Name)]
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     around = [each for each in (loop, *loops_around(text, loop)) if not isinstance(each, ast.While)]
     targets = {node.id for each in around for node in ast.walk(each.target) if isinstance(node, ast.Name)}
-    for at, paths in calls.items():
-        call = next((node for node in text.nodes.get(at, ()) if isinstance(node, ast.Call)), None)
-        if call is None or loop not in text.above(call) or not all(path.startswith(above) for path in paths):
-            continue
-        for node in (call.func, *call.args[:1]):  # the argument: checkpoint(f, x)
-            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-            if _looks_up(node) and not used.isdisjoint(targets) and used.isdisjoint(stored):
-                yield text.text[slice(*text.span(node))], [path.removeprefix(above) for path in paths]
-
-
-def _looks_up(node: ast.expr) -> bool:
-    """Whether an expression, on one line, only looks something up: ``f``, ``layer.attn``, ``self.layers[i]``."""
-    kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
-    return node.end_lineno == node.lineno and all(isinstance(inner, kinds) for inner in ast.walk(node))
+    for written, runs in modules_run(carriers.flow, [scope], text, targets, stored, loop):
+        yield written, [path for _, path in runs]

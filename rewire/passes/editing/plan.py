@@ -181,7 +181,10 @@ class _Planner:
             if value is not None:
                 item = _item(value, scope.arguments[name], scope.places.get(name, ()))
                 self._check_start(scope, name, item)
-            function.put(("parameter", name, number), Parameter(name, number, norm, post=post, item=item))
+            told, calls = self.carriers.told.get((scope.path, scope.code), ("", {}))
+            function.calls.setdefault(self.name, {}).update(calls)
+            brought = Parameter(name, number, norm, post=post, item=item, told=told)
+            function.put(("parameter", name, number), brought)
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(

@@ -128,6 +128,7 @@ class _Editor:
             if isinstance(edit, Parameter):
                 how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
                 how += [f"width={edit.width}"] if edit.qkv and edit.width else []
+                how += [f"before=({self.text.receiver}, {edit.told})"] if edit.told else []
                 lines.append(f"{edit.name} = {self.depth}.open({', '.join(how)})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])

@@ -129,6 +129,46 @@ class SharedModule(Net):
         return self.norm(x)
 
 
+class InALoop(BranchesInIfs):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n in range(COUNT):
+            if n not in self.skip:
+                x = self.step(x, n)
+        return self.norm(x)
+
+
+class Recursive(Net):
+    def go(self, x: Tensor, n: int) -> Tensor:
+        if n == COUNT:
+            return x
+        if n not in self.skip:
+            x = x + self.branches[n](x)
+        return self.go(x, n + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.go(self.stem(x), 0))
+
+
+class NamesIt(InALoop):
+    def step(self, x: Tensor, n: int) -> Tensor:
+        branch = self.branches[n]
+        return x + branch(x)
+
+
+class InOneCall(InALoop):
+    """The method gets the module, and one index is none of a module's."""
+
+    def step(self, x: Tensor, branch: Any) -> Tensor:
+        return x if branch is None else x + branch(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, branch in enumerate([*self.branches, None]):
+            x = x if n in self.skip else self.step(x, branch)
+        return self.norm(x)
+
+
 class Block(nn.Module):
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -207,7 +247,19 @@ def vectors() -> Tensor:
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-KINDS = [InIfs, FunctionInIfs, BranchesInIfs, Returns, ToldByModules, SharedModule, MethodRuns, RunsSome]
+IN_TURN = [InALoop, NamesIt, Recursive, InOneCall]
+KINDS = [
+    InIfs,
+    FunctionInIfs,
+    BranchesInIfs,
+    Returns,
+    ToldByModules,
+    SharedModule,
+    Runs,
+    MethodRuns,
+    RunsSome,
+    *IN_TURN,
+]
 SKIPS = [(0,), (1,), (3,), (1, 2), (2, 3), (0, 2)]
 
 
@@ -231,7 +283,54 @@ def test_a_function_that_runs_blocks(topology: str) -> None:
     torch.testing.assert_close(rewired(vectors()), moved(MethodRuns, topology)(vectors()))
 
 
-class InALoop(BranchesInIfs):
+class Ordered(Net):
+    """Calls a method in any order."""
+
+    order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def step(self, x: Tensor, n: int) -> Tensor:
+        return x + self.branches[n](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n in self.order:
+            x = self.step(x, n)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 1, 2, 3), (0, 1, 2, 3, 3), (3, 2, 1, 0)])
+def test_calls_in_another_order_are_noticed(order: tuple[int, ...]) -> None:
+    rewired = rewire.compile(Ordered(), "denseformer", example_inputs=(vectors(),))
+    rewired.order = order
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors())
+    rewired.order = (0, 1, 2, 3)
+    torch.testing.assert_close(rewired(vectors()), rewire.restore(rewired)(vectors()))
+
+
+class Adds(Net):
+    """The branch is the caller's."""
+
+    def residual(self, h: Tensor, x: Tensor) -> Tensor:
+        return x + h
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, n = self.stem(x), 0
+        while n < COUNT:
+            if n not in self.skip:
+                x = self.residual(self.branches[n](x), x)
+            n += 1
+        return self.norm(x)
+
+
+class Anew(Net):
+    """The module is looked up anew."""
+
+    def step(self, x: Tensor, n: int) -> Tensor:
+        branch = self.branches[n]
+        branch = self.branches[n] if self.training else branch
+        return x + branch(x)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for n in range(COUNT):
@@ -240,20 +339,8 @@ class InALoop(BranchesInIfs):
         return self.norm(x)
 
 
-class Recursive(Net):
-    def go(self, x: Tensor, n: int) -> Tensor:
-        if n == COUNT:
-            return x
-        if n not in self.skip:
-            x = x + self.branches[n](x)
-        return self.go(x, n + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.go(self.stem(x), 0))
-
-
 @pytest.mark.parametrize("skip", [(0,), (1,), (1, 2), (3,)])
-@pytest.mark.parametrize("kind", [InALoop, Recursive])
+@pytest.mark.parametrize("kind", [Adds, Anew])
 def test_if_nothing_tells_which_one_was_left_out_it_raises(kind: type[Net], skip: tuple[int, ...]) -> None:
     rewired = rewire.compile(kind(), "denseformer", example_inputs=(vectors(),))
     plain = rewire.restore(rewired)

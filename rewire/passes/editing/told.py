@@ -1,0 +1,89 @@
+"""What tells iterations of a loop, or calls of a method, apart: that each of them runs another module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Set
+
+from rewire.code.text import Span, Text, place_of
+from rewire.passes.finding.flow import Flow, Scope
+
+
+def modules_run(
+    flow: Flow, scopes: Collection[Scope], text: Text, names: Set[str], changed: Set[str], inside: ast.AST
+) -> Iterator[tuple[str, list[tuple[Scope, str]]]]:
+    """Modules that a function runs, where these are looked up by variables that are known before.
+
+    Args:
+        flow: what was run.
+        scopes: calls of the function.
+        text: its text.
+        names: variables of which at least one has to look the module up, as ``i`` does in ``self.layers[i]``.
+        changed: variables that may not; but ``layer`` stands for ``self.layers[i]`` behind ``layer = self.layers[i]``.
+        inside: the part of the text that counts.
+
+    Yields:
+        The module as an expression; or ``container, key``, as there may be none in calls that do not run it. With it,
+        each time that it ran: the call of the function, and the module's path below the function's.
+    """
+    values = _looked_up_once(text, changed, inside)
+    for at, runs in _runs(flow, scopes).items():
+        call = next((node for node in text.nodes.get(at, ()) if isinstance(node, ast.Call)), None)
+        if call is None or inside not in text.above(call) or any(path is None for _, path in runs):
+            continue
+        known = [(scope, path or "") for scope, path in runs]
+        for node in (_resolved(each, values) for each in (call.func, *call.args[:1])):  # the argument: checkpoint(f, x)
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            if _looks_up(node) and not used.isdisjoint(names) and used.isdisjoint(changed):
+                yield _element(node, known)
+
+
+def _runs(flow: Flow, scopes: Collection[Scope]) -> dict[Span, list[tuple[Scope, str | None]]]:
+    """Where modules are called: by which calls of the function, and their paths below its module (None: elsewhere)."""
+    runs: dict[Span, list[tuple[Scope, str | None]]] = {}
+    for child in flow.calls:
+        scope = child.parent
+        if scope is not None and scope in scopes and child.call is not None and not (child.helper or child.bare):
+            above = f"{scope.path}." if scope.path else ""
+            path = child.path.removeprefix(above) if child.path.startswith(above) else None
+            runs.setdefault(place_of(*child.call), []).append((scope, path))
+    for op in flow:
+        if op.scope in scopes and op.leaf is not None and op.place is not None:
+            runs.setdefault(place_of(*op.place), []).append((op.scope, op.name))
+    return runs
+
+
+def _looked_up_once(text: Text, names: Set[str], inside: ast.AST) -> dict[str, ast.expr]:
+    """The values of those of the variables that are only assigned once, in a statement that looks a module up."""
+    stored = [n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    found = {name: text.named[name][0] for name in names if name in text.named and stored.count(name) == 1}
+    known = {name: value for name, value in found.items() if isinstance(value, ast.expr) and _looks_up(value)}
+    return {name: value for name, value in known.items() if inside in text.above(value)}
+
+
+def _resolved(node: ast.expr, values: Mapping[str, ast.expr]) -> ast.expr:
+    """An expression with the values of variables in their place."""
+    if isinstance(node, ast.Name):
+        return values.get(node.id, node)
+    if isinstance(node, ast.Attribute):
+        return ast.Attribute(_resolved(node.value, values), node.attr, node.ctx)
+    if isinstance(node, ast.Subscript):
+        return ast.Subscript(_resolved(node.value, values), _resolved(node.slice, values), node.ctx)
+    return node
+
+
+def _looks_up(node: ast.expr) -> bool:
+    """Whether an expression only looks something up: ``f``, ``layer.attn``, ``self.layers[i]``."""
+    kinds = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
+    return all(isinstance(inner, kinds) for inner in ast.walk(node))
+
+
+def _element(node: ast.expr, runs: list[tuple[Scope, str]]) -> tuple[str, list[tuple[Scope, str]]]:
+    """``self.layers, i`` for ``self.layers[i]``, and for ``self.layers[i].attn`` with paths of the layers."""
+    whole, of_whole = node, runs
+    while isinstance(whole, ast.Attribute) and all(path.endswith(f".{whole.attr}") for _, path in of_whole):
+        of_whole = [(scope, path.removesuffix(f".{whole.attr}")) for scope, path in of_whole]
+        whole = whole.value
+    if isinstance(whole, ast.Subscript):
+        return f"{ast.unparse(whole.value)}, {ast.unparse(whole.slice)}", of_whole
+    return ast.unparse(node), runs
