@@ -438,6 +438,7 @@ def _agree(evaluation: Finding, training: Finding) -> None:
                 affine=bool(post) and scales,
                 in_place=mine.in_place or yours.in_place,
                 overwritten=mine.overwritten and yours.overwritten,  # False where a mode has no operations there
+                kept=tuple(sorted({*mine.kept, *yours.kept})),
             )
             for (mine, yours), post, scales in zip(sites, posts, affine, strict=True)
         ]
@@ -463,6 +464,8 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
         sites = _with_one_channel_dim(chain, [_site(flow, add, patterns) for add in chain.adds])
         for number, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
             sites[number] = dataclasses.replace(sites[number], overwritten=overwritten(flow, add.post, behind))
+        for number in range(len(sites)):
+            sites[number] = dataclasses.replace(sites[number], kept=_kept(flow, chain, number))
         if len(sites) == 1:
             left.append(LeftAlone(sites[0].name, SINGLE, *written_at(chain.adds[0].op.place)))
         else:
@@ -587,6 +590,16 @@ def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:
     """Whether an add overwrites in place what the operations ``made`` have computed."""
     writes = any(op in flow.held for op in (add.op, *add.op.inputs) if op.place == add.op.place)
     return writes and add.shortcut in made and add.op.inputs[0] is add.shortcut
+
+
+def _kept(flow: Flow, chain: Chain, number: int) -> tuple[int, ...]:
+    """The residual adds before one that writes in place whose shortcuts are read again, from other variables."""
+    add = chain.adds[number]
+    writes = [op for op in (add.op, *add.op.inputs) if op.place == add.op.place and op in flow.held]
+    kept = set[Op]().union(*(flow.kept.get(op, ()) for op in writes))
+    return tuple(
+        n for n, before in enumerate(chain.adds[:number]) if not kept.isdisjoint((before.state, before.shortcut))
+    )
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:

@@ -61,6 +61,7 @@ class Layout:
         loops: see `Trunk.loops`.
         overwritten: those of ``posts`` whose result the next residual add writes to in place.
         repeated: sites -> the first one that the same code makes, where nothing tells which of them runs.
+        kept: sites that write in place -> see `Site.kept`.
 
     Attributes:
         sites: the residual adds, in order.
@@ -88,6 +89,7 @@ class Layout:
         loops: Sequence[tuple[int, int, int]] = (),
         overwritten: Collection[int] = (),
         repeated: Mapping[int, int] = MappingProxyType({}),
+        kept: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
@@ -96,7 +98,7 @@ class Layout:
         self.sums_wait = self.recurrence is not None and self.recurrence.reads_newest
         self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
-        self.overwritten, self.repeated = frozenset(overwritten), dict(repeated)
+        self.overwritten, self.repeated, self.kept = frozenset(overwritten), dict(repeated), dict(kept)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
@@ -113,8 +115,8 @@ class Layout:
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""
-        kept = self.channel_dim, self.posts, self.loops, self.overwritten, self.repeated
-        return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *kept)
+        known = self.channel_dim, self.posts, self.loops, self.overwritten, self.repeated, self.kept
+        return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *known)
 
     def parameters(self, start: Start) -> dict[str, Tensor]:
         """The topology's weights at a start, made in float32 where the default dtype is another one."""
@@ -135,6 +137,19 @@ class Layout:
                     "makes both, and nothing tells which of its calls is which. Leave none out; or let each add have a "
                     f"module of its own, or a call in an `if` of its own.{self.advice}"
                 )
+
+    def check_kept(self, first: int, end: int) -> None:
+        """Check that the next add writes to no state that other variables hold, if these sites were left out.
+
+        Raises:
+            UnsupportedCall: it does.
+        """
+        if first in self.kept.get(end, ()):
+            raise UnsupportedCall(
+                f"trunk '{self.trunk}': residual add {end}, counted from 0, writes to the state in place (`x += f`), "
+                f"and in this call the adds from {first} on were left out before it: that is a state that another "
+                f"variable holds, and that the model reads later. Write `x = x + f` there.{self.advice}"
+            )
 
     def check_passes(self, first: int, end: int) -> None:
         """Check that no whole pass through a loop is skipped with these sites: each pass has its own weights.

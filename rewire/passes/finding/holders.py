@@ -1,4 +1,4 @@
-"""Finder: other variables that hold a tensor which is written to in place, and are read later.
+"""Finder: variables that are read later, where a tensor is written to in place.
 
 Where the user's ``x += f`` writes to a tensor, the edited forward makes a new one. In the original, a view of the
 tensor, another name or a list that holds it would show the change; in the edited forward it would not.
@@ -27,18 +27,17 @@ _ONE_WAY = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 _DEPTH = 3  # levels of nested containers to look into
 
 
-def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Mapping[int, Op]) -> Iterator[Holder]:
-    """The variables of running user functions that share the memory of ``tensor`` and are read again.
+def holders(frame: FrameType | None, until: CodeType, known: Mapping[int, Op]) -> Iterator[tuple[int, Holder]]:
+    """The tensors in variables of running user functions that are read again, by their memory.
 
     The functions are those from ``frame`` to the code ``until``; ``known`` maps ids of tensors to their operations.
     """
-    memory = storage(tensor)
     while frame is not None and frame.f_code is not until:
         if not of_library(frame.f_code):
             for name, value in frame.f_locals.items():
-                held = next((t for t in _tensors(value) if storage(t) == memory), None)
-                if held is not None and reads(frame.f_code, frame.f_lasti, name):
-                    yield Holder(frame.f_code, name, known.get(id(held)))
+                tensors = [*_tensors(value)]
+                if tensors and reads(frame.f_code, frame.f_lasti, name):
+                    yield from ((storage(t), Holder(frame.f_code, name, known.get(id(t)))) for t in tensors)
         frame = frame.f_back
 
 

@@ -75,7 +75,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
     flow.before, flow.hooked = before, recorder.hooked
     flow.tensors, flow.unseen, flow.guessed = recorder.made, recorder.unseen, recorder.guessed
-    flow.strange = recorder.strange
+    flow.strange, flow.kept = recorder.strange, recorder.kept_ops()
     return flow
 
 
@@ -95,6 +95,7 @@ class Recorder(TorchFunctionMode):
         #: Keeps ids from being reused: some forwards replace a buffer.
         self.kept: list[Tensor] = [tensor for _, tensor in weights]
         self.held: dict[Op, list[Holder]] = {}
+        self.read_later: dict[Op, set[int]] = {}  # for in-place operations: memory of tensors in variables
         self.casts: list[tuple[Scope, Place, Op]] = []
         self.hooked: dict[Op, Place | None] = {}
         #: The result of each operation.
@@ -213,10 +214,21 @@ class Recorder(TorchFunctionMode):
             if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
                 op.selected = None
             if over:
-                self.held[op] = list(holders(sys._getframe(1), record.__code__, tensor, self.known))
+                read_again = [*holders(sys._getframe(1), record.__code__, self.known)]
+                self.held[op] = [holder for memory, holder in read_again if memory == storage(tensor)]
+                self.read_later[op] = {memory for memory, _ in read_again}
             for whole in wholes:  # the tensors that it is a view of have changed, too
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
+
+    def kept_ops(self) -> dict[Op, set[Op]]:
+        """For each in-place operation, those whose results are read afterwards from variables."""
+        of_memory: dict[int, set[Op]] = {}
+        for op, tensor in zip(self.ops, self.made, strict=True) if self.read_later else ():
+            of_memory.setdefault(storage(tensor), set()).add(op)
+        return {
+            op: set[Op]().union(*(of_memory.get(each, ()) for each in kept)) for op, kept in self.read_later.items()
+        }
 
     def _traced_by_torch(self, name: str) -> str:
         where, written = written_at(self.frames.caller(self.stack, sys._getframe(2))[1])

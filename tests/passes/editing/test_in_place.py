@@ -95,6 +95,30 @@ def test_a_call_in_which_no_new_tensor_is_made_in_front(block: str, found: str |
         torch.testing.assert_close(rewired(given), net(given))
 
 
+IN_PLACE = [
+    "x += self.f(x.clone())",
+    "x[:, 1:] += self.f(x[:, 1:].clone())",
+    "rows = torch.tensor([1])\nh = x[rows]\nx[rows] = self.f(h) + h",
+    "x.add_(self.f(x.clone()))",
+]
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("write", IN_PLACE)
+def test_an_add_that_is_left_out_before_one_in_place(write: str, held: bool) -> None:
+    """The write is then to the state before both."""
+    net = written_net(f"if self.on:\n    x = x + self.g(x)\n{write}\nreturn x", KEPT if held else f"x = x * 1\n{BODY}")
+    for part in net.blocks:
+        part.on = True
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(written_input(),))
+    for part in (*net.blocks, *rewired.blocks):
+        part.on = False
+    refused = pytest.raises(rewire.UnsupportedCall, match=r"residual add 1, .* writes to the state in place")
+    with refused if held else contextlib.nullcontext():
+        given = written_input()
+        torch.testing.assert_close(rewired(given), net(given))
+
+
 class Embeds(nn.Module):
     """As NaFlexViT: positions are added in a method of its own, in place."""
 
