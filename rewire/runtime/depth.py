@@ -17,31 +17,26 @@ stream that was found for it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import GATE
 from rewire.errors import OutOfOrder, UnsupportedCall
+from rewire.runtime.calls import Calls
+from rewire.runtime.left_out import LeftOut, looked_up
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import Item, at, is_container, mapped, tensors_and_streams, with_item
+from rewire.runtime.nested import Item, at, mapped, tensors_and_streams, with_item
+from rewire.runtime.open_streams import CLAMPED
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
-from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Post, Reading, Stream
-from rewire.runtime.writes import REMEDY, counted, noted, share_memory, uncounted
+from rewire.runtime.writes import counted, noted, share_memory, uncounted
 from rewire.torch_internals import only_inlined, outside_inference_mode, viewed
 
-_CLAMPED = (
-    " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
-    "bfloat16 or float32, or rewire the model in float16."
-)
 
-
-class Depth:
+class Depth(Calls, LeftOut):
     """The streams of one call of an edited forward.
 
     Args:
@@ -50,14 +45,6 @@ class Depth:
 
     #: ``depth.add(x, depth.at[rows](f))`` for ``x[rows] += f``.
     at = Parts()
-
-    def __init__(self, block: str, where: str, entries: Sequence[Entry], advice: str = "") -> None:
-        self.block, self.where, self.entries, self.advice = block, where, entries, advice
-        self.live: list[Live] = []
-        self.separate = SeparateInputs(block, where, self.live)
-        self.held: list[Any] = []
-        self.outputs: list[tuple[Any, Live]] = []  # outputs of streams that ended in called functions
-        self.left = False
 
     def open(
         self,
@@ -117,7 +104,7 @@ class Depth:
         entry = self.entries[trunk]
         if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case, an operation's result from the sum
-        if isinstance(value, Tensor) and begin and not (before and _looked_up(*before)[1] is None):
+        if isinstance(value, Tensor) and begin and not (before and looked_up(*before)[1] is None):
             begun = [live for live in self.live if live.entry is entry and (live.start or not live.stream.complete)]
             if not begun:
                 return self._begin(value, norm, entry, before)
@@ -155,28 +142,10 @@ class Depth:
             )
         return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
 
-    def _position_of(self, entry: Entry, before: Sequence[Any], position: int) -> int:
-        """The stream's position at a call of a method, which is ``position`` if no calls were left out before it.
-
-        Raises:
-            OutOfOrder: it is another call than any that is known.
-        """
-        owner, module = _looked_up(*before)
-        if module is None:  # then this call does not run it
-            return position
-        known = entry.number_of(entry.calls, owner, module, position)
-        if known is None or known < position:
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) runs a {type(module).__name__} after {position} residual adds of "
-                f"trunk '{entry.trunk}', and {'did not run it' if known is None else f'after {known}'} when it was "
-                f"rewired: it is called in another order, or again.{self.advice}"
-            )
-        return known
-
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry, before: Sequence[Any]) -> Tensor:
         """Begin a stream with a plain tensor, and return its value."""
         if not entry.begins and value.dtype == torch.float16:
-            raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
+            raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{CLAMPED}")
         if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
         after = self._position_of(entry, before, 0) if before else 0 if entry.begins else next(iter(entry.adds))
@@ -217,151 +186,6 @@ class Depth:
                 "example_inputs of such a call to rewire.compile: then this argument is the input in every call."
             )
 
-    def _track(self, live: Live, norm: nn.Module | None) -> Tensor:
-        self.live.append(live)
-        return live.read(norm)
-
-    def through(
-        self,
-        function: Callable[..., Any],
-        norm: nn.Module | None = None,
-        post: bool = False,
-        kept: Sequence[tuple[int, Item]] = (),
-        last: bool = False,
-        otherwise: str = "",
-        qkv: bool = False,
-        read: Sequence[int] = (),
-        item: Item | None = None,
-    ) -> Callable[..., Any]:
-        """Wrap ``function`` for a call that takes streams: a block, a helper with adds, ``checkpoint``.
-
-        The wrapper replaces values of streams in the arguments, including containers and dataclasses, by the streams,
-        and streams in the result by their values. A call without either is like any other.
-
-        Args:
-            function: the function that is called.
-            norm, post: as for `open`, for the result.
-            kept: items of the result that are earlier states rather than the stream, each with the number of its trunk.
-            last: whether the result is returned at once: its streams stay streams, for the next block to read.
-            otherwise: for a loop that calls blocks and other modules at one place, the role of the others:
-                ``"view"``: they reshape all states; ``"push"``: they make the next state of a sum.
-            qkv: whether the function holds projections of an attention, and takes what these read instead of a stream.
-            read: numbers of the trunks whose values are passed as tensors.
-            item: for ``"push"``, which item of the result is the state.
-        """
-        if qkv:
-            return self.separate.through(function)
-        if isinstance(function, functools.partial):  # its arguments may hold a stream's value
-            held, how = function, (norm, post, kept, last, otherwise, qkv, read, item)
-            return lambda *args, **kwargs: self.through(held.func, *how)(*held.args, *args, **held.keywords | kwargs)
-
-        alone = [self.entries[number].trunk for number in read]
-
-        def stream_of(value: object) -> Any:
-            return self._stream_of(value, alone)
-
-        def call(*args: object, **kwargs: object) -> Any:
-            ended = self._ended(args, kwargs)
-            result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
-            self._taken_up([given for given in (*args, *kwargs.values()) if is_container(given)], norm, post, kept)
-            for part in tensors_and_streams(result) if ended else ():
-                if isinstance(part, Stream) and part.layout.trunk in ended:
-                    raise part.layout.other_passes()
-            result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
-            for live in [live for live in self.live if live.given]:
-                done = live.stream.weights.ended or (torch.compiler.is_compiling() and _may_end(live, function, *args))
-                if not otherwise or done:
-                    self._check_ended(live, function, done)
-                    self.live.remove(live)
-                    self.outputs += [(x, live) for x in tensors_and_streams(result)]
-                    continue
-                live.given = False
-                if otherwise == "view":
-                    live.stream = live.stream.viewed(lambda x: function(*_with(args, live, x), **kwargs))  # noqa: B023
-                    result = live.read(norm)
-                else:
-                    result = with_item(result, item, functools.partial(self._pushed, live, norm))
-            return result
-
-        return call
-
-    def _goes_on(self, value: object, trunk: int) -> None:
-        """Remember what operations after the last add made of a trunk's output: a loop's next pass may get it."""
-        ended = [*(live for _, live in self.outputs), *(live for live in self.live if live.stream.complete)]
-        for live in [live for live in ended if live.trunk == self.entries[trunk].trunk][-1:]:
-            self.outputs += [(x, live) for x in tensors_and_streams(value) if live.stream.layout.loops]
-
-    def _ended(self, *given: object) -> list[str]:
-        """The trunks with loops whose outputs are passed to a function."""
-        outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
-        outputs = [(x, live) for x, live in outputs if live.stream.layout.loops]
-        parts = tensors_and_streams(given) if outputs else []
-        return [live.trunk for x, live in outputs if any(x is part for part in parts)]
-
-    def _check_ended(self, live: Live, function: Callable[..., Any], ended: bool) -> None:
-        """Raise OutOfOrder if a stream that went into a function neither came back nor ended there."""
-        if not ended:
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "
-                f"{getattr(function, '__qualname__', type(function).__name__)}, which returns none after "
-                f"{live.stream.position} of its {len(live.stream.layout.units)} residual adds: it makes something else "
-                f"of it, or was not there, or did not run, when the model was rewired.{self.advice}"
-            )
-
-    def _stream_of(self, value: object, alone: Sequence[str] = ()) -> Any:
-        live = self._holding(value) if isinstance(value, Tensor) else None
-        if live is None or live.stream.complete or live.trunk in alone:
-            return value
-        if live.overwritten:
-            raise self._overwritten(live)
-        live.given = True
-        return live.stream
-
-    def _taken_up(
-        self,
-        result: object,
-        norm: nn.Module | None = None,
-        post: bool = False,
-        kept: Sequence[tuple[int, Item]] = (),
-    ) -> Any:
-        """A function's result, with values in place of streams."""
-        earlier = [(self.entries[trunk].trunk, at(result, item)) for trunk, item in kept]
-        values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
-
-        def value_of(item: object) -> Any:
-            if not isinstance(item, Stream):
-                return item
-            if any(item is state and item.layout.trunk == trunk for trunk, state in earlier):
-                return item.value()
-            if id(item) not in values:
-                values[id(item)] = taken(item if post else item.settled())
-            return values[id(item)]
-
-        def taken(stream: Stream) -> Tensor:
-            live = self._went_on(stream)
-            if live is None:
-                live = Live(stream, self._entry(stream))
-                live.first = 0
-                return self._track(live, norm)
-            live.stream, live.given = stream, False
-            return live.read(norm)
-
-        return mapped(result, value_of)
-
-    def _handed_on(self, result: Any) -> Any:
-        """A function's result that this one returns at once: its streams stay streams."""
-
-        def value_of(item: Any) -> Any:
-            live = self._went_on(item)
-            if live is None or item.complete or item.in_post:
-                return self._taken_up(item)
-            live.stream = item
-            self.live.remove(live)
-            self._check_count(live, True)
-            return item
-
-        return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
-
     def leave(self, result: object, *changed: dict[Any, Any]) -> Any:
         """The function's result with streams in place of their values, also in dicts that it has ``changed``.
 
@@ -396,16 +220,6 @@ class Depth:
             self._check_count(live, live in handed_on)
         self.left = True
         return result
-
-    def _with_all_adds(self, live: Live) -> Stream:
-        """The stream to return; with the adds that were left out, if the function is called at several positions.
-
-        Otherwise, the next function that adds knows where it belongs.
-        """
-        entry = live.entry
-        if entry is None or live.source is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
-            return live.stream
-        return live.stream.skipped(live.start + entry.adds.get(live.start, 0), known=True)
 
     def add(
         self,
@@ -561,99 +375,6 @@ class Depth:
             raise self._overwritten(live)
         return with_item(state, item, functools.partial(self._pushed, live, norm, more=more))
 
-    def _pushed(self, live: Live, norm: nn.Module | None, part: object, more: bool = False) -> Any:
-        live.stream = live.stream.push(counted(self._tensor(part)), more)
-        value, live.apart = live.read(norm), False  # a new value, from which nothing was projected yet
-        return value
-
-    def _tensor(self, state: object) -> Tensor:
-        if not isinstance(state, Tensor):
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, but "
-                f"made a tensor of it when it was rewired.{self.advice}"
-            )
-        return state
-
-    def reach(
-        self,
-        value: object,
-        to: int | None = None,
-        *trunks: int,
-        before: Sequence[Any] = (),
-        trunk: int = 0,
-    ) -> Any:
-        """The value of a variable after an ``if`` or a loop in which adds, posts or blocks may have been skipped.
-
-        Skipped adds add nothing. If a post was skipped, the sum is the state.
-
-        Args:
-            value: the variable's value, perhaps in a container.
-            to: number of this call's adds up to here; -1: all adds of the trunk; None: only a post may be skipped.
-            trunks: numbers of the function's trunks that this concerns; default: all, or the first if ``to`` is -1.
-            before: in a loop's iteration, the function's module, and the one below it that this iteration runs, or a
-                container and where in it that is, if it is there: ``to`` then counts the adds of the iteration.
-            trunk: number of the trunk to which the loop adds.
-
-        Raises:
-            OutOfOrder: iterations run in another order than when the model was rewired.
-        """
-        if before:
-            return self._at_iteration(value, self.entries[trunk], *_looked_up(*before), to or 0)
-        newest = value[-1] if isinstance(value, (list, tuple)) and value else value  # of states that the model keeps
-        return mapped(value, lambda part: self._reached(part, to, trunks, part is newest))
-
-    def _at_iteration(self, value: object, entry: Entry, owner: nn.Module, module: object, to: int) -> Any:
-        live = self._of_trunk(entry.trunk)
-        if live is None or module is None:
-            return value
-        ran = live.stream.position - live.first
-        known = entry.number_of(entry.iterations, owner, module, ran - to)
-        adds = None if known is None else known + to
-        live.unclear |= adds is None
-        if adds is None or adds == ran:
-            return value
-        held = [part for part in tensors_and_streams(value) if isinstance(part, Tensor) and self._holding(part) is live]
-        if adds < ran or not held:
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) has made {ran} residual adds in this call where an iteration of "
-                f"a loop begins before which it made {adds} when it was rewired: iterations run in another order or "
-                f"again, or something else was made of the stream between them.{self.advice}"
-            )
-        return mapped(value, lambda part: self._reached(part, adds, [self.entries.index(entry)]))
-
-    def _reached(self, value: object, to: int | None, trunks: Sequence[int], newest: bool = False) -> Any:
-        live = self._holding(value) if isinstance(value, Tensor) else None
-        entry = None if live is None else self._entry(live.stream)
-        if live is None or entry is None or live.stream.complete:
-            reached = (live for live in self.live if newest and any(value is before for before in live.replaced))
-            return next((live.values[0] for live in reached), value)
-        numbers = trunks or ((0,) if to == -1 else range(len(self.entries)))
-        if all(entry is not self.entries[number] for number in numbers):
-            return value
-        if to == -1:
-            if live.stream.position == entry.cut_at or live.unclear:
-                return value
-            if live.overwritten:
-                raise self._overwritten(live)
-            if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
-                self.live.remove(live)
-                return live.source
-            live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
-        elif to is not None:
-            if live.stream.position >= live.first + to or live.unclear:
-                return value
-            if live.overwritten:
-                raise self._overwritten(live)
-            live.stream = live.stream.skipped(live.first + to)
-        elif live.stream.in_post:
-            live.stream = live.stream.push(self._tensor(value))
-        else:
-            return value
-        before = [*live.values, *live.replaced]
-        value, live.apart = live.read(), False
-        live.replaced = before
-        return value
-
     def view(self, function: Callable[..., Any], *values: object) -> Any:
         """``function(*values)``, which reshapes one of them; if it is a stream's value, all its states are reshaped."""
         live, held = self._held(values)
@@ -734,104 +455,12 @@ class Depth:
             (x.data,) = new
         return x.data
 
-    def _held(self, values: Sequence[object]) -> tuple[Live | None, Any]:
-        """The stream to which one of several values belongs, and that value; (None, None) if none does."""
-        for value in values:
-            live = self._holding(value) if isinstance(value, Tensor) else None
-            if live is not None:
-                return live, value
-        return None, None
-
-    def _holding(self, value: Tensor) -> Live | None:
-        """The stream whose value is this tensor, by identity."""
-        for live in self.live:
-            for known in live.values:
-                if known is value:
-                    return live
-        return None
-
     def _is_earlier(self, stream: Stream) -> bool:
         """Whether ``stream`` is an earlier state of a stream that is open already."""
         return any(live.stream.weights is stream.weights and live.source is not stream for live in self.live)
 
-    def _went_on(self, stream: Stream) -> Live | None:
-        """The open stream that comes back as ``stream``; None if a function that was called began it."""
-        of_trunk = [live for live in self.live if live.trunk == stream.layout.trunk]
-        same = [live for live in of_trunk if live.stream.weights is stream.weights]
-        return next(iter(same), None) or next((live for live in of_trunk if live.given or live.stream.complete), None)
-
-    def _of_trunk(self, trunk: str) -> Live | None:
-        """The open stream of a trunk."""
-        return next((live for live in self.live if live.trunk == trunk), None)
-
-    def _entry(self, stream: Stream) -> Entry | None:
-        """The function's entry for a stream's trunk."""
-        for entry in self.entries:
-            if entry.trunk == stream.layout.trunk:
-                return entry
-        return None
-
-    def _overwritten(self, live: Live) -> OutOfOrder:
-        return OutOfOrder(
-            f"the value of trunk '{live.trunk}' was written to in place in block "
-            f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-            f"read would not change with it. {REMEDY}{self.advice}"
-        )
-
-    def _check_count(self, live: Live, leaves: bool) -> None:
-        entry, stream, layout = live.entry, live.stream, live.stream.layout
-        ran = stream.position - live.start
-        expected = ran if entry is None else entry.adds.get(live.start, ran)
-        if not leaves and not stream.complete:
-            layout.check_passes(stream.position, len(layout.units))
-        none = entry is not None and isinstance(live.source, Tensor) and entry.adds_none(stream)
-        told = none or (entry is not None and entry.ordered and not live.unclear)
-        too_many = ran > expected and not (entry is not None and entry.runs_blocks)
-        if entry is not None and (too_many or (ran < expected and not told)):
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
-                f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
-                "known which one that was: with the add in the forward of a block, in an `if` that changes the same "
-                f"variable, or in a `for` loop that calls another module in each iteration.{self.advice}"
-            )
-        if not leaves and not stream.complete:
-            clamped = _CLAMPED if stream.dtype == torch.float16 else ""
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) returned without the value of trunk "
-                f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds: in this call it "
-                "makes something else of it, or adds in another way (`f.add_(x)` without gradients, say), than when it "
-                f"was rewired.{clamped}{self.advice}"
-            )
-
 
 only_inlined(Depth)  # so that writes are counted behind a graph break
-
-
-def _may_end(live: Live, *called: object) -> bool:
-    """Whether a call may have ended a stream: it runs blocks of its trunk, or no module that can be seen here.
-
-    Under torch.compile, a stream that ends inside a checkpoint cannot record that.
-    """
-    functions = [each.func if isinstance(each, functools.partial) else each for each in called]
-    owners = [each.__self__ if inspect.ismethod(each) else each for each in functions]
-    modules = [child for each in owners if isinstance(each, nn.Module) for child in each.modules()]
-    entries = [entry for module in modules if hasattr(module, GATE) for entry in getattr(module, GATE).entries]
-    return not modules or any(entry.trunk == live.trunk for entry in entries)
-
-
-def _looked_up(owner: nn.Module, module: Any, *key: object) -> tuple[nn.Module, object]:
-    """A function's module, and the one below it that tells where it is; None if a container has none at that key."""
-    if not key:
-        return owner, module
-    try:
-        return owner, module[key[0]]
-    except LookupError:
-        return owner, None
-
-
-def _with(args: Sequence[object], live: Live, x: Tensor) -> list[Any]:
-    """Arguments with ``x`` in place of the stream's value."""
-    return [x if any(value is arg for value in live.values) else arg for arg in args]
 
 
 def _root(x: Tensor) -> Tensor:
