@@ -13,16 +13,30 @@ from rewire.topologies.base import Dims, Recurrence, Start
 from rewire.topologies.registry import placed_topology
 from rewire.trunk import Trunk
 
+#: Why a topology does not fit a trunk.
+_NO_WIDTH = (
+    "the topology has weights per channel, and the width of the trunk is not known, as no module next to its residual "
+    "adds has a weight that determines it"
+)
+
 
 def choose(trunks: Sequence[Trunk], topologies: Mapping[str, Topology], granularity: str) -> list[Layout]:
     """The layout of each trunk that a key of ``topologies`` names.
+
+    The empty key leaves out trunks of unknown width where the topology needs that, such as sums of attention scores.
 
     Raises:
         UnknownName: a key names no trunk.
         UnsupportedTopology, WidthMismatch: a topology does not fit its trunk.
     """
     check_names(topologies, trunks)
-    return [layout_of(trunk, topologies[key], granularity) for trunk, key in assigned(trunks, topologies)]
+    pairs = assigned(trunks, topologies)
+    left = [trunk for trunk, key in pairs if not key and topologies[key].needs_width and not trunk.widths]
+    if len(left) == len(pairs):
+        left = []  # all are refused, with the reason
+    for trunk in left:
+        log.warning("trunk '%s' was left as it is: %s", trunk.name, _NO_WIDTH)
+    return [layout_of(trunk, topologies[key], granularity) for trunk, key in pairs if trunk not in left]
 
 
 def chosen_topologies(
@@ -93,9 +107,8 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     if topology.needs_width and not widths:
         raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' has weights per channel, and the width of trunk '{trunk.name}' is "
-            "not known: no module next to its residual adds has a weight that determines it. Use a topology with one "
-            "weight per state."
+            f"topology '{topology.registered_name}' does not fit trunk '{trunk.name}': {_NO_WIDTH}. Use a topology "
+            "with one weight per state."
         )
     other = next((site for site in trunk.sites if site.width and site.channel_dim != trunk.channel_dim), None)
     if topology.needs_width and other is not None:
