@@ -61,9 +61,10 @@ class Carriers:
         self.read_below = False
         self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
         self.times = collections.Counter((scope.path, scope.code) for scope in self.scopes)
-        again = self._called_again()
-        self.told = {key: told for key in set().union(*again.values()) if (told := self._told(key)) is not None}
-        self.again = {scope: left for scope, keys in again.items() if (left := keys - self.told.keys())}
+        adding = {(scope.path, scope.code) for add in self.adds for scope in add.op.scope.outward()}
+        known = ((key, self._told(key)) for key in adding if self.times[key] > 1)
+        self.told = {key: told for key, told in known if told is not None}
+        self.again = self._called_again()
         ours = {(scope.path, scope.code) for scope in self.scopes}
         self.outside = _outside(found, name) & ours
         self.entered = self._entered()
@@ -99,9 +100,10 @@ class Carriers:
         return list(found)
 
     def calls_of(self, add: Add) -> list[Scope]:
-        """The calls that make an add, up to that of a function that is called only once, and so knows what it is."""
-        scopes = add.op.scope.outward()
-        return [*itertools.takewhile(lambda scope: self.times[scope.path, scope.code] > 1, scopes)]
+        """The calls that make an add, up to that of a function that knows what it is, as it is called only once."""
+        keys = ((scope, (scope.path, scope.code)) for scope in add.op.scope.outward())
+        unknown = itertools.takewhile(lambda pair: self.times[pair[1]] > 1 and pair[1] not in self.told, keys)
+        return [scope for scope, _ in unknown]
 
     def _called_again(self) -> dict[Scope, set[tuple[str, CodeType | None]]]:
         adding = {scope for add in self.adds for scope in self.calls_of(add)}

@@ -247,7 +247,21 @@ def vectors() -> Tensor:
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-IN_TURN = [InALoop, NamesIt, Recursive, InOneCall]
+class GoesOn(BranchesInIfs):
+    """A method calls the one that adds, and itself."""
+
+    def go(self, x: Tensor, n: int) -> Tensor:
+        if n == COUNT:
+            return x
+        if n not in self.skip:
+            x = self.step(x, n)
+        return self.go(x, n + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.go(self.stem(x), 0))
+
+
+IN_TURN = [InALoop, NamesIt, Recursive, GoesOn, InOneCall]
 KINDS = [
     InIfs,
     FunctionInIfs,
