@@ -326,3 +326,16 @@ def test_parameters_keep_their_attributes_in_private_copies() -> None:
     copied = private(net).weight
     assert copied is not net.weight and copied.scale == [2.0] and copied.scale is not net.weight.scale
     assert private(net, "meta").weight.scale == [2.0]
+
+
+def test_tables_that_modules_share() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    table: dict[str, Any] = {"first": model[0], "count": 3, "names": ["a"]}
+    for module in model:
+        module.table = table
+    copied: Any = private(model)
+    own = copied[0].table
+    assert own is copied[1].table is not table
+    assert (
+        own["first"] is copied[0] and own["count"] == 3 and own["names"] == ["a"] and own["names"] is not table["names"]
+    )

@@ -597,9 +597,7 @@ def _kept(flow: Flow, chain: Chain, number: int) -> tuple[int, ...]:
     add = chain.adds[number]
     writes = [op for op in (add.op, *add.op.inputs) if op.place == add.op.place and op in flow.held]
     kept = set[Op]().union(*(flow.kept.get(op, ()) for op in writes))
-    return tuple(
-        n for n, before in enumerate(chain.adds[:number]) if not kept.isdisjoint((before.state, before.shortcut))
-    )
+    return tuple(n for n, before in enumerate(chain.adds[:number]) if before.shortcut in kept)
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:

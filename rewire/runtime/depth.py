@@ -148,8 +148,8 @@ class Depth(Calls, LeftOut):
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{CLAMPED}")
         if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
-        after = self._position_of(entry, before, 0) if before else 0 if entry.begins else next(iter(entry.adds))
-        if after or not entry.begins:
+        if not entry.begins:
+            after = self._position_of(entry, before, 0) if before else next(iter(entry.adds))
             giver = "the block before it returns" if after else "its caller had, not a slice of it, say"
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add {after} of trunk "

@@ -149,6 +149,21 @@ def test_functions_that_are_called_again(tmp_path: Path, monkeypatch: pytest.Mon
             model(x, (1, 0, 2))
 
 
+def test_what_is_left_out_of_ejected_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An add before one that writes in place to what a variable holds."""
+    methods = (
+        "    def forward(self, x, on=True):\n        x = first = self.layers[2](x)\n        if on:\n"
+        "            x = x + self.layers[0](x)\n        x += self.layers[1](x.clone())\n        return x * first\n"
+    )
+    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
+    rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
+    ejected = imported(rewire.eject(rewired, tmp_path / "ejected_kept"), monkeypatch).connected(net)
+    torch.testing.assert_close(ejected(x), rewired(x))
+    for model in (ejected, rewired):
+        with pytest.raises(Exception, match="writes to the state in place"):
+            model(x, False)
+
+
 @pytest.mark.slow
 def test_models_compute_the_same_without_rewire(tmp_path: Path) -> None:
     folders = [eject_llama("ancre-ingoing", tmp_path, generate=True, collect=True)]

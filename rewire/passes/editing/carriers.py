@@ -127,10 +127,10 @@ class Carriers:
         tensors = {name for scope in scopes for name, ops in scope.arguments.items() if ops}
         stored = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         known = {argument.arg for argument in ast.walk(text.tree.args) if isinstance(argument, ast.arg)}
-        known -= {text.receiver, *tensors}
+        known.discard(text.receiver)
         for written, runs in modules_run(self.flow, scopes, text, known, stored | tensors, text.tree):
             paths = {path: numbers[scope] for scope, path in runs if scope in numbers}
-            each_once = len(runs) == len({scope for scope, _ in runs}) == len(paths) == len({*paths.values()})
+            each_once = len(runs) == len({scope for scope, _ in runs}) == len(paths)
             if text.receiver and each_once and len(paths) == len(numbers):
                 return written, paths
         return None

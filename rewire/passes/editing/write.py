@@ -536,10 +536,12 @@ class _Editor:
         others = [edit.at for edit in self.edits if _moves(edit)]
         for edit in adding if self.conditional else ():
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
-            if way is not None:
-                ways.setdefault(span_of(way), []).append(edit)
             name = assigned(self.text, node)
             around = on_one_way(self.text, node, [at for at in others if at != edit.at], either=True)
+            if any(loops_around(self.text, each) for each in (way, around) if each is not None):
+                continue  # earlier iterations come by there, too
+            if way is not None:
+                ways.setdefault(span_of(way), []).append(edit)
             if around is not None and name is not None:
                 found.setdefault((span_of(around), name), []).append(edit)
         lines = [(at, f"{name} = {self.depth}.reach({name}, {self._passed(s)})") for (at, name), s in found.items()]

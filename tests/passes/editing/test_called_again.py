@@ -312,29 +312,54 @@ class Ordered(Net):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 1, 2, 3), (0, 1, 2, 3, 3), (3, 2, 1, 0)])
-def test_calls_in_another_order_are_noticed(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        ((0, 2, 1), "runs a Sequential after 3 residual adds of trunk 'branches', and after 1 when it was rewired"),
+        ((0, 1, 1, 2, 3), "called in another order, or again"),
+        ((0, 1, 2, 3, 3), "given a plain tensor, but it belongs after residual add 3"),
+        ((3, 2, 1, 0), "belongs after residual add 2"),
+    ],
+)
+def test_calls_in_another_order_are_noticed(order: tuple[int, ...], why: str) -> None:
     rewired = rewire.compile(Ordered(), "denseformer", example_inputs=(vectors(),))
     rewired.order = order
-    with pytest.raises(rewire.OutOfOrder):
+    with pytest.raises(rewire.OutOfOrder, match=why):
         rewired(vectors())
     rewired.order = (0, 1, 2, 3)
     torch.testing.assert_close(rewired(vectors()), rewire.restore(rewired)(vectors()))
 
 
+@pytest.mark.parametrize("order", [(1, 3), (3,), (0, 1)])
+def test_fewer_calls(order: tuple[int, ...]) -> None:
+    rewired = moved(Ordered, "denseformer")
+    expected = without(rewired, vectors(), tuple({*range(COUNT)}.difference(order)))
+    rewired.order = order
+    torch.testing.assert_close(rewired(vectors()), expected)
+
+
 class Adds(Net):
     """The branch is the caller's."""
+
+    count = COUNT
 
     def residual(self, h: Tensor, x: Tensor) -> Tensor:
         return x + h
 
     def forward(self, x: Tensor) -> Tensor:
         x, n = self.stem(x), 0
-        while n < COUNT:
+        while n < self.count:
             if n not in self.skip:
-                x = self.residual(self.branches[n](x), x)
+                x = self.residual(self.branches[n % COUNT](x), x)
             n += 1
         return self.norm(x)
+
+
+def test_a_call_after_the_last_one_begins_no_other_stream() -> None:
+    rewired = rewire.compile(Adds(), "denseformer", example_inputs=(vectors(),))
+    rewired.count = COUNT + 1
+    with pytest.raises(rewire.OutOfOrder, match="given a plain tensor"):
+        rewired(vectors())
 
 
 class Anew(Net):
