@@ -159,7 +159,8 @@ class Calls(OpenStreams):
             live.stream = item
             self.live.remove(live)
             self._check_count(live, True)
-            return item
+            stream = self._with_all_adds(live)
+            return stream.finish() if stream.complete else stream
 
         return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 

@@ -120,6 +120,10 @@ class Depth(Calls, LeftOut):
             stream.check_recorded()
         entry = self._entry(stream)
         if entry is not None and before:
+            if looked_up(*before)[1] is None:  # it is none of the calls that add
+                aside = Live(stream, None, stream)
+                aside.unclear = True
+                return self._track(aside, norm)
             position = self._position_of(entry, before, stream.position)
             stream = stream.skipped(position, known=True)
         if entry is not None and stream.position in entry.adds:

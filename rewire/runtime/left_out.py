@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rewire.errors import OutOfOrder
-from rewire.runtime.live import Entry, Live
+from rewire.runtime.live import Entry
 from rewire.runtime.nested import mapped, tensors_and_streams
 from rewire.runtime.open_streams import OpenStreams
-from rewire.runtime.stream import Stream
 from rewire.torch_internals import only_inlined
 
 
@@ -105,8 +104,6 @@ class LeftOut(OpenStreams):
             OutOfOrder: it is another call than any that is known.
         """
         owner, module = looked_up(*before)
-        if module is None:  # then this call does not run it
-            return position
         known = entry.number_of(entry.calls, owner, module, position)
         if known is None or known < position:
             raise OutOfOrder(
@@ -115,16 +112,6 @@ class LeftOut(OpenStreams):
                 f"rewired: it is called in another order, or again.{self.advice}"
             )
         return known
-
-    def _with_all_adds(self, live: Live) -> Stream:
-        """The stream to return; with the adds that were left out, if the function is called at several positions.
-
-        Otherwise, the next function that adds knows where it belongs.
-        """
-        entry = live.entry
-        if entry is None or live.source is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
-            return live.stream
-        return live.stream.skipped(live.start + entry.adds.get(live.start, 0), known=True)
 
 
 only_inlined(LeftOut)  # so that writes are counted behind a graph break
@@ -136,5 +123,5 @@ def looked_up(owner: nn.Module, module: Any, *key: object) -> tuple[nn.Module, o
         return owner, module
     try:
         return owner, module[key[0]]
-    except LookupError:
+    except (LookupError, TypeError):  # TypeError: the key is None
         return owner, None

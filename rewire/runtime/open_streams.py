@@ -88,6 +88,16 @@ class OpenStreams:
             f"read would not change with it. {REMEDY}{self.advice}"
         )
 
+    def _with_all_adds(self, live: Live) -> Stream:
+        """The stream to return; with the adds that were left out, if the function is called at several positions.
+
+        Otherwise, the next function that adds knows where it belongs.
+        """
+        entry = live.entry
+        if entry is None or live.source is None or not entry.ordered or len(entry.adds) < 2 or live.unclear:
+            return live.stream
+        return live.stream.skipped(live.start + entry.adds.get(live.start, 0), known=True)
+
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream, layout = live.entry, live.stream, live.stream.layout
         ran = stream.position - live.start

@@ -23,8 +23,9 @@ def modules_run(
         inside: the part of the text that counts.
 
     Yields:
-        The module as an expression; or ``container, key``, as there may be none in calls that do not run it. With it,
-        each time that it ran: the call of the function, and the module's path below the function's.
+        The module as an expression; or ``container, key``, as there may be none in calls that do not run it; for a
+        module's child, that module, which may be None in these. With it, each time that it ran: the call of the
+        function, and the module's path below the function's.
     """
     values = _looked_up_once(text, changed, inside)
     for at, runs in _runs(flow, scopes).items():
@@ -79,11 +80,10 @@ def _looks_up(node: ast.expr) -> bool:
 
 
 def _element(node: ast.expr, runs: list[tuple[Scope, str]]) -> tuple[str, list[tuple[Scope, str]]]:
-    """``self.layers, i`` for ``self.layers[i]``, and for ``self.layers[i].attn`` with paths of the layers."""
-    whole, of_whole = node, runs
-    while isinstance(whole, ast.Attribute) and all(path.endswith(f".{whole.attr}") for _, path in of_whole):
-        of_whole = [(scope, path.removesuffix(f".{whole.attr}")) for scope, path in of_whole]
-        whole = whole.value
-    if isinstance(whole, ast.Subscript):
-        return f"{ast.unparse(whole.value)}, {ast.unparse(whole.slice)}", of_whole
+    """``layer`` for ``layer.attn``, with paths of the layers; ``self.layers, i`` for ``self.layers[i]``."""
+    while isinstance(node, ast.Attribute) and all(path.endswith(f".{node.attr}") for _, path in runs):
+        runs = [(scope, path.removesuffix(f".{node.attr}")) for scope, path in runs]
+        node = node.value
+    if isinstance(node, ast.Subscript):
+        return f"{ast.unparse(node.value)}, {ast.unparse(node.slice)}", runs
     return ast.unparse(node), runs

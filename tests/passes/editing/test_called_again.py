@@ -261,7 +261,40 @@ class GoesOn(BranchesInIfs):
         return self.norm(self.go(self.stem(x), 0))
 
 
-IN_TURN = [InALoop, NamesIt, Recursive, GoesOn, InOneCall]
+class OfLayers(InALoop):
+    """Some layers are none, and so is an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"branch": branch}) for branch in self.branches)
+        del self.branches
+
+    @property
+    def branches(self) -> list[nn.Module]:
+        return [layer.branch for layer in self.layers]
+
+    def step(self, x: Tensor, layer: Any) -> Tensor:
+        return x if layer is None else x + layer.branch(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n, layer in enumerate([None, *self.layers]):
+            x = x if n - 1 in self.skip else self.step(x, layer)
+        return self.norm(x)
+
+
+class AnIndexIsNone(InALoop):
+    def step(self, x: Tensor, n: Any) -> Tensor:
+        return x if n is None else x + self.branches[n](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for n in (None, *range(COUNT)):
+            x = x if n in self.skip else self.step(x, n)
+        return self.norm(x)
+
+
+IN_TURN = [InALoop, NamesIt, Recursive, GoesOn, InOneCall, OfLayers, AnIndexIsNone]
 KINDS = [
     InIfs,
     FunctionInIfs,
