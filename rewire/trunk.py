@@ -32,8 +32,8 @@ class Site:
         affine: whether ``post`` only scales the state and adds to it (``l * x + m * x0`` between blocks).
         in_place: whether ``post`` writes to the sum in place.
         overwritten: whether the next add writes to the result of ``post`` in place.
-        kept: if the add writes in place, the adds before it whose shortcuts other variables hold: it would change these
-            if all adds in between were left out.
+        read_later: if the add writes in place, the adds before it whose shortcuts are in variables that are read later:
+            it would change these if all adds in between were left out.
         width: number of channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 if they come last, -3 in an image; 1 counts from the front.
     """
@@ -48,7 +48,7 @@ class Site:
     affine: bool = False
     in_place: bool = False
     overwritten: bool = False
-    kept: tuple[int, ...] = ()
+    read_later: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Trunk:
     def facts(self) -> dict[str, Any]:
         """The arguments of a `Layout` that describe the trunk's states, by name."""
         overwritten = tuple(number for number, site in enumerate(self.sites) if site.overwritten)
-        kept = {number: site.kept for number, site in enumerate(self.sites) if site.kept}
+        read_later = {number: site.read_later for number, site in enumerate(self.sites) if site.read_later}
         facts = {"channel_dim": self.channel_dim, "posts": self.posts, "loops": self.loops}
-        return {**facts, "overwritten": overwritten, "kept": kept}
+        return {**facts, "overwritten": overwritten, "read_later": read_later}
 
     @property
     def blocks(self) -> int:

@@ -276,7 +276,7 @@ class Module:
             "loops": layout.loops,
             "overwritten": tuple(sorted(layout.overwritten)),
             "repeated": layout.repeated,
-            "kept": layout.kept,
+            "read_later": layout.read_later,
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"

@@ -438,7 +438,7 @@ def _agree(evaluation: Finding, training: Finding) -> None:
                 affine=bool(post) and scales,
                 in_place=mine.in_place or yours.in_place,
                 overwritten=mine.overwritten and yours.overwritten,  # False where a mode has no operations there
-                kept=tuple(sorted({*mine.kept, *yours.kept})),
+                read_later=tuple(sorted({*mine.read_later, *yours.read_later})),
             )
             for (mine, yours), post, scales in zip(sites, posts, affine, strict=True)
         ]
@@ -465,7 +465,7 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
         for number, (add, behind) in enumerate(itertools.pairwise(chain.adds)):
             sites[number] = dataclasses.replace(sites[number], overwritten=overwritten(flow, add.post, behind))
         for number in range(len(sites)):
-            sites[number] = dataclasses.replace(sites[number], kept=_kept(flow, chain, number))
+            sites[number] = dataclasses.replace(sites[number], read_later=_read_later(flow, chain, number))
         if len(sites) == 1:
             left.append(LeftAlone(sites[0].name, SINGLE, *written_at(chain.adds[0].op.place)))
         else:
@@ -592,12 +592,12 @@ def overwritten(flow: Flow, made: Collection[Op], add: Add) -> bool:
     return writes and add.shortcut in made and add.op.inputs[0] is add.shortcut
 
 
-def _kept(flow: Flow, chain: Chain, number: int) -> tuple[int, ...]:
-    """The residual adds before one that writes in place whose shortcuts are read again, from other variables."""
+def _read_later(flow: Flow, chain: Chain, number: int) -> tuple[int, ...]:
+    """The residual adds before one that writes in place whose shortcuts variables hold that are read later."""
     add = chain.adds[number]
     writes = [op for op in (add.op, *add.op.inputs) if op.place == add.op.place and op in flow.held]
-    kept = set[Op]().union(*(flow.kept.get(op, ()) for op in writes))
-    return tuple(n for n, before in enumerate(chain.adds[:number]) if before.shortcut in kept)
+    found = set[Op]().union(*(flow.read_later.get(op, ()) for op in writes))
+    return tuple(n for n, before in enumerate(chain.adds[:number]) if before.shortcut in found)
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:

@@ -120,12 +120,12 @@ class Depth(Calls, LeftOut):
             stream.check_recorded()
         entry = self._entry(stream)
         if entry is not None and before:
-            if looked_up(*before)[1] is None:  # it is none of the calls that add
+            owner, module = looked_up(*before)
+            if module is None:  # it is none of the calls that add
                 aside = Live(stream, None, stream)
                 aside.unclear = True
                 return self._track(aside, norm)
-            position = self._position_of(entry, before, stream.position)
-            stream = stream.skipped(position, known=True)
+            stream = stream.skipped(self._position_of(entry, owner, module, stream.position), known=True)
         if entry is not None and stream.position in entry.adds:
             return self._track(Live(stream, entry, stream), norm)
         later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
@@ -153,7 +153,7 @@ class Depth(Calls, LeftOut):
         if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
         if not entry.begins:
-            after = self._position_of(entry, before, 0) if before else next(iter(entry.adds))
+            after = self._position_of(entry, *looked_up(*before), 0) if before else next(iter(entry.adds))
             giver = "the block before it returns" if after else "its caller had, not a slice of it, say"
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add {after} of trunk "

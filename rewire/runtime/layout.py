@@ -61,7 +61,7 @@ class Layout:
         loops: see `Trunk.loops`.
         overwritten: those of ``posts`` whose result the next residual add writes to in place.
         repeated: sites -> the first one that the same code makes, where nothing tells which of them runs.
-        kept: sites that write in place -> see `Site.kept`.
+        read_later: sites that write in place -> see `Site.read_later`.
 
     Attributes:
         sites: the residual adds, in order.
@@ -89,7 +89,7 @@ class Layout:
         loops: Sequence[tuple[int, int, int]] = (),
         overwritten: Collection[int] = (),
         repeated: Mapping[int, int] = MappingProxyType({}),
-        kept: Mapping[int, Collection[int]] = MappingProxyType({}),
+        read_later: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
@@ -98,7 +98,8 @@ class Layout:
         self.sums_wait = self.recurrence is not None and self.recurrence.reads_newest
         self.posts = frozenset(posts) - ({len(units) - 1} if self.recurrence is None else set())
         self.loops = tuple(loops)
-        self.overwritten, self.repeated, self.kept = frozenset(overwritten), dict(repeated), dict(kept)
+        self.overwritten, self.repeated = frozenset(overwritten), dict(repeated)
+        self.read_later = dict(read_later)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         self.channels_are_last = width > 0 and (channel_dim == -1 or topology.needs_width)
         # other topologies work on any shape, and moving channels would change the order of sums in the backward pass
@@ -115,7 +116,7 @@ class Layout:
 
     def of(self, topology: Topology, units: Sequence[int] | None = None, attention: Collection[int] = ()) -> Layout:
         """The same trunk with another topology."""
-        known = self.channel_dim, self.posts, self.loops, self.overwritten, self.repeated, self.kept
+        known = self.channel_dim, self.posts, self.loops, self.overwritten, self.repeated, self.read_later
         return Layout(self.trunk, topology, units or self.units, self.dims.width, attention, *known)
 
     def parameters(self, start: Start) -> dict[str, Tensor]:
@@ -138,13 +139,13 @@ class Layout:
                     f"module of its own, or a call in an `if` of its own.{self.advice}"
                 )
 
-    def check_kept(self, first: int, end: int) -> None:
+    def check_read_later(self, first: int, end: int) -> None:
         """Check that the next add writes to no state that other variables hold, if these sites were left out.
 
         Raises:
             UnsupportedCall: it does.
         """
-        if first in self.kept.get(end, ()):
+        if first in self.read_later.get(end, ()):
             raise UnsupportedCall(
                 f"trunk '{self.trunk}': residual add {end}, counted from 0, writes to the state in place (`x += f`), "
                 f"and in this call the adds from {first} on were left out before it: that is a state that another "

@@ -97,13 +97,12 @@ class LeftOut(OpenStreams):
         live.replaced = before
         return value
 
-    def _position_of(self, entry: Entry, before: Sequence[Any], position: int) -> int:
-        """The stream's position at a call of a method, which is ``position`` if no calls were left out before it.
+    def _position_of(self, entry: Entry, owner: nn.Module, module: object, position: int) -> int:
+        """The stream's position at the call of a method that runs ``module``; ``position`` if none was left out before.
 
         Raises:
             OutOfOrder: it is another call than any that is known.
         """
-        owner, module = looked_up(*before)
         known = entry.number_of(entry.calls, owner, module, position)
         if known is None or known < position:
             raise OutOfOrder(

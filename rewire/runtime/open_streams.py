@@ -106,8 +106,7 @@ class OpenStreams:
             layout.check_passes(stream.position, len(layout.units))
         none = entry is not None and isinstance(live.source, Tensor) and entry.adds_none(stream)
         told = none or (entry is not None and entry.ordered and not live.unclear)
-        too_many = ran > expected and not (entry is not None and entry.runs_blocks)
-        if entry is not None and (too_many or (ran < expected and not told)):
+        if entry is not None and ((ran > expected and not entry.runs_blocks) or (ran < expected and not told)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "

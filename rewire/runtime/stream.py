@@ -561,7 +561,7 @@ class Stream(TensorLike):
             OutOfOrder: they include a whole pass through a loop; or others may have been skipped.
         """
         self.layout.check_passes(self.position, position)
-        self.layout.check_kept(self.position, position)
+        self.layout.check_read_later(self.position, position)
         if not known:
             self.layout.check_told(self.position, position)
         stream = self

@@ -11,6 +11,7 @@ import math
 import pickle
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -104,61 +105,77 @@ def imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(f"{path.parent.name}.{path.stem}")
 
 
-def net_with(methods: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A net of three layers, of a module in the folder."""
+def rewired_and_ejected(
+    methods: str, folder: Path, monkeypatch: pytest.MonkeyPatch, layer: str = "nn.Linear(4, 4)"
+) -> tuple[nn.Module, Any, Tensor]:
+    """A net of three layers with these methods, in a file of its own, rewired; the same ejected; and an input."""
     monkeypatch.syspath_prepend(folder)
     name = f"net_{folder.name}"
     (folder / f"{name}.py").write_text(
-        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        f"        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n\n{methods}"
+        "from torch import nn\n\n\nclass Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.f = nn.Linear(4, 4)\n\n    def forward(self, x):\n        return x + self.f(x)\n\n\n"
+        "def run(block, x):\n    return block(x)\n\n\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        f"        self.layers = nn.ModuleList({layer} for _ in range(3))\n\n{methods}"
     )
-    net: nn.Module = importlib.import_module(name).Net()
-    return net
-
-
-def test_loops_that_skip_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = (
-        "    def forward(self, x, skip=()):\n        for n, f in enumerate(self.layers):\n"
-        "            if n in skip:\n                continue\n            x = x + f(x)\n        return x\n"
-    )
-    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
+    net, x = importlib.import_module(name).Net(), torch.randn(2, 4)
     rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
-    ejected = imported(rewire.eject(rewired, tmp_path / "ejected_skipping"), monkeypatch).connected(net)
+    ejected = imported(rewire.eject(rewired, folder / f"ejected_{folder.name}"), monkeypatch).connected(net)
     for mine, its in zip(ejected.parameters(), shaken(rewired, 0.5, seed=1).parameters(), strict=True):
         mine.data.copy_(its)
+    torch.testing.assert_close(ejected(x), rewired(x))
+    return rewired, ejected, x
+
+
+@pytest.mark.parametrize(
+    ("layer", "body"),
+    [
+        (
+            "nn.Linear(4, 4)",
+            "for n, f in enumerate(self.layers):\n    if n in skip:\n        continue\n    x = x + f(x)\n",
+        ),
+        ("Block()", "for n, block in enumerate(self.layers):\n    if n not in skip:\n        x = run(block, x)\n"),
+    ],
+)
+def test_loops_that_skip_iterations(layer: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = f"    def forward(self, x, skip=()):\n{textwrap.indent(body, ' ' * 8)}        return x\n"
+    rewired, ejected, x = rewired_and_ejected(methods, tmp_path, monkeypatch, layer)
     for skip in ((), (0,), (1,), (2,), (0, 2)):
         torch.testing.assert_close(ejected(x, skip), rewired(x, skip))
     del ejected.layers[1], rewired.layers[1]
     torch.testing.assert_close(ejected(x), rewired(x))
 
 
-def test_functions_that_are_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of their calls it is known which one was left out, and that they are in order."""
-    methods = (
-        "    def step(self, x, n):\n        return x + self.layers[n](x)\n\n"
-        "    def forward(self, x, order=(0, 1, 2)):\n        for n in order:\n"
-        "            x = self.step(x, n)\n        return x\n"
-    )
-    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
-    rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
-    ejected = imported(rewire.eject(rewired, tmp_path / "ejected_again"), monkeypatch).connected(net)
-    torch.testing.assert_close(ejected(x), rewired(x))
+STEP = "    def step(self, x, n):\n        return x + self.layers[n](x)\n\n"
+ADD = "    def add(self, x, f):\n        return x + f\n\n"
+
+
+def test_methods_whose_calls_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "        for n in order:\n            x = self.step(x, n)\n        return x\n"
+    methods = f"{STEP}    def forward(self, x, order=(0, 1, 2)):\n{loop}"
+    rewired, ejected, x = rewired_and_ejected(methods, tmp_path, monkeypatch)
     torch.testing.assert_close(ejected(x, (0, 2)), rewired(x, (0, 2)))
     for model in (ejected, rewired):
         with pytest.raises(Exception, match="called in another order"):
             model(x, (1, 0, 2))
 
 
-def test_what_is_left_out_of_ejected_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An add before one that writes in place to what a variable holds."""
+def test_functions_that_are_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their calls, nothing tells which one was left out."""
+    loop = "        while n < 3:\n            if n not in skip:\n                x = self.add(x, self.layers[n](x))\n"
+    methods = f"{ADD}    def forward(self, x, skip=(), n=0):\n{loop}            n += 1\n        return x\n"
+    rewired, ejected, x = rewired_and_ejected(methods, tmp_path, monkeypatch)
+    for model in (ejected, rewired):
+        with pytest.raises(Exception, match="nothing tells which of its calls is which"):
+            model(x, (1,))
+
+
+def test_an_add_that_is_left_out_before_one_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = (
         "    def forward(self, x, on=True):\n        x = first = self.layers[2](x)\n        if on:\n"
         "            x = x + self.layers[0](x)\n        x += self.layers[1](x.clone())\n        return x * first\n"
     )
-    net, x = net_with(methods, tmp_path, monkeypatch), torch.randn(2, 4)
-    rewired = rewire.compile(net, "denseformer", example_inputs=(x,))
-    ejected = imported(rewire.eject(rewired, tmp_path / "ejected_kept"), monkeypatch).connected(net)
-    torch.testing.assert_close(ejected(x), rewired(x))
+    rewired, ejected, x = rewired_and_ejected(methods, tmp_path, monkeypatch)
     for model in (ejected, rewired):
         with pytest.raises(Exception, match="writes to the state in place"):
             model(x, False)

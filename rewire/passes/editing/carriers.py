@@ -6,7 +6,6 @@ holds the stream. A function that only passes the stream on to the blocks that i
 
 from __future__ import annotations
 
-import ast
 import collections
 import itertools
 from collections.abc import Collection
@@ -16,7 +15,7 @@ from rewire.code.text import span_of, within
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.told import modules_run
+from rewire.passes.editing.told import module_of_call
 from rewire.passes.editing.variables import hands_on, loops_around, may_be_left_out
 from rewire.passes.find import Finding, not_run
 from rewire.passes.finding.adds import Add, between
@@ -117,23 +116,10 @@ class Carriers:
         return {scope: keys for scope, keys in again.items() if keys}
 
     def _told(self, key: tuple[str, CodeType | None]) -> tuple[str, dict[str, int]] | None:
-        """How calls of a function are told apart: see `told`."""
         scopes = [scope for scope in self.scopes if (scope.path, scope.code) == key]
         if not self._has_text(scopes[0]) or not self.sources.function(scopes[0])[2]:
             return None
-        text, numbers = self.sources.text(scopes[0]), dict[Scope, int]()
-        for number, add in enumerate(self.adds):
-            numbers |= {call: numbers.get(call, number) for call in add.op.scope.outward() if call in scopes}
-        tensors = {name for scope in scopes for name, ops in scope.arguments.items() if ops}
-        stored = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        known = {argument.arg for argument in ast.walk(text.tree.args) if isinstance(argument, ast.arg)}
-        known.discard(text.receiver)
-        for written, runs in modules_run(self.flow, scopes, text, known, stored | tensors, text.tree):
-            paths = {path: numbers[scope] for scope, path in runs if scope in numbers}
-            each_once = len(runs) == len({scope for scope, _ in runs}) == len(paths)
-            if text.receiver and each_once and len(paths) == len(numbers):
-                return written, paths
-        return None
+        return module_of_call(self.flow, scopes, self.sources.text(scopes[0]), self.adds)
 
     def _casting(self) -> list[Scope]:
         """Calls without an add that cast or view the stream's value, of functions that do add in other calls.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from rewire.code.text import Span, Text, place_of
+from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Flow, Scope
 
 
@@ -37,6 +38,34 @@ def modules_run(
             used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             if _looks_up(node) and not used.isdisjoint(names) and used.isdisjoint(changed):
                 yield _element(node, known)
+
+
+def module_of_call(
+    flow: Flow, scopes: Sequence[Scope], text: Text, adds: Sequence[Add]
+) -> tuple[str, dict[str, int]] | None:
+    """A module that is another one in each call of a method that makes adds; None if there is none.
+
+    Args:
+        flow: what was run.
+        scopes: calls of the method.
+        text: its text.
+        adds: the trunk's adds.
+
+    Returns:
+        The module as in `modules_run`, and for each of its paths the number of adds before the call that runs it.
+    """
+    before = dict[Scope, int]()
+    for number, add in enumerate(adds):
+        before |= {call: before.get(call, number) for call in add.op.scope.outward() if call in scopes}
+    tensors = {name for scope in scopes for name, ops in scope.arguments.items() if ops}
+    stored = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    given = {argument.arg for argument in ast.walk(text.tree.args) if isinstance(argument, ast.arg)} - {text.receiver}
+    for written, runs in modules_run(flow, scopes, text, given, stored | tensors, text.tree):
+        numbers = {path: before[scope] for scope, path in runs if scope in before}
+        each_once = len(runs) == len({scope for scope, _ in runs}) == len(numbers) == len(before)
+        if text.receiver and each_once:
+            return written, numbers
+    return None
 
 
 def _runs(flow: Flow, scopes: Collection[Scope]) -> dict[Span, list[tuple[Scope, str | None]]]:

@@ -215,7 +215,7 @@ class Flow:
         guessed: for a run on the meta device: where the model first branches on the value of an input or a weight.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for in-place operations: other variables with the same memory that are read afterwards.
-        kept: for in-place operations: those whose results are read afterwards from variables.
+        read_later: for in-place operations: those whose results variables hold that are read afterwards.
         casts: casts that returned their argument unchanged: where, and what made the argument.
         hooked: operations whose results got a gradient hook, and where.
         tensors: for a run that has just ended: the result of each operation.
@@ -230,7 +230,7 @@ class Flow:
     guessed: LeftAlone | None = None
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
-    kept: dict[Op, set[Op]] = dataclasses.field(default_factory=dict)
+    read_later: dict[Op, set[Op]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)
     hooked: dict[Op, Place | None] = dataclasses.field(default_factory=dict)
     before: nn.Module | None = None

@@ -75,7 +75,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     flow = Flow(model, recorder.ops, containers=containers, held=recorder.held, casts=recorder.casts)
     flow.before, flow.hooked = before, recorder.hooked
     flow.tensors, flow.unseen, flow.guessed = recorder.made, recorder.unseen, recorder.guessed
-    flow.strange, flow.kept = recorder.strange, recorder.kept_ops()
+    flow.strange, flow.read_later = recorder.strange, recorder.ops_read_later()
     return flow
 
 
@@ -221,13 +221,13 @@ class Recorder(TorchFunctionMode):
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
 
-    def kept_ops(self) -> dict[Op, set[Op]]:
-        """For each in-place operation, those whose results are read afterwards from variables."""
+    def ops_read_later(self) -> dict[Op, set[Op]]:
+        """See `Flow.read_later`."""
         of_memory: dict[int, set[Op]] = {}
         for op, tensor in zip(self.ops, self.made, strict=True) if self.read_later else ():
             of_memory.setdefault(storage(tensor), set()).add(op)
         return {
-            op: set[Op]().union(*(of_memory.get(each, ()) for each in kept)) for op, kept in self.read_later.items()
+            op: set[Op]().union(*(of_memory.get(each, ()) for each in memory)) for op, memory in self.read_later.items()
         }
 
     def _traced_by_torch(self, name: str) -> str:

@@ -330,13 +330,10 @@ def test_a_function_that_runs_blocks(topology: str) -> None:
     torch.testing.assert_close(rewired(vectors()), moved(MethodRuns, topology)(vectors()))
 
 
-class Ordered(Net):
+class Ordered(BranchesInIfs):
     """Calls a method in any order."""
 
     order: tuple[int, ...] = (0, 1, 2, 3)
-
-    def step(self, x: Tensor, n: int) -> Tensor:
-        return x + self.branches[n](x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -395,20 +392,13 @@ def test_a_call_after_the_last_one_begins_no_other_stream() -> None:
         rewired(vectors())
 
 
-class Anew(Net):
+class Anew(InALoop):
     """The module is looked up anew."""
 
     def step(self, x: Tensor, n: int) -> Tensor:
         branch = self.branches[n]
         branch = self.branches[n] if self.training else branch
         return x + branch(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for n in range(COUNT):
-            if n not in self.skip:
-                x = self.step(x, n)
-        return self.norm(x)
 
 
 @pytest.mark.parametrize("skip", [(0,), (1,), (1, 2), (3,)])
