@@ -329,7 +329,7 @@ class Boundary:
                 f"form than the next stage takes after residual add {self.position}: cut the model between blocks, "
                 "return from a stage what its last block returns, and put no forward hooks on that block."
             )
-        held = [*(states[n] for n in self.states), *(stream.weights.learned[name] for name in self.weights)]
+        held = [*(states[n] for n in self.states), *(stream.shared.learned[name] for name in self.weights)]
         record = Kept(held)
         if kept is not None:
             kept.append(record)

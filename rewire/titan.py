@@ -92,7 +92,7 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
         def build(self, **kwargs: object) -> nn.Module:
             model = compile(base.build(self, **kwargs), **self.rewiring)
             _adopt(model)
-            facts = facts_of({name: connection.shared() for name, connection in connections(model).items()})
+            facts = facts_of({name: connection.trunk_facts() for name, connection in connections(model).items()})
             agree("titan", range(dist.get_world_size() if dist.is_initialized() else 1), facts)
             return model
 

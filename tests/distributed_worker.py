@@ -205,7 +205,7 @@ def fsdp_mixed() -> None:
     opened: list[torch.dtype] = []
     sharded = shard(model, policy)
     for connection in rewire.connections(sharded).values():
-        connection.register_forward_hook(lambda _m, _args, stream: opened.append(stream.weights.value.rows[0].dtype))
+        connection.register_forward_hook(lambda _m, _args, stream: opened.append(stream.shared.weights.rows[0].dtype))
     actual, weights = train(sharded, mine(batch(torch.float32)))
     assert opened == [torch.float32] * STEPS
     assert all(value.dtype == torch.float32 for value in (*actual.values(), *weights.values()))

@@ -70,7 +70,7 @@ class Calls(OpenStreams):
                     raise part.layout.other_passes()
             result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
             for live in [live for live in self.live if live.given]:
-                done = live.stream.weights.ended or (torch.compiler.is_compiling() and _may_end(live, function, *args))
+                done = live.stream.shared.ended or (torch.compiler.is_compiling() and _may_end(live, function, *args))
                 if not otherwise or done:
                     self._check_ended(live, function, done)
                     self.live.remove(live)
@@ -167,7 +167,7 @@ class Calls(OpenStreams):
     def _went_on(self, stream: Stream) -> Live | None:
         """The open stream that comes back as ``stream``; None if a function that was called began it."""
         of_trunk = [live for live in self.live if live.trunk == stream.layout.trunk]
-        same = [live for live in of_trunk if live.stream.weights is stream.weights]
+        same = [live for live in of_trunk if live.stream.shared is stream.shared]
         return next(iter(same), None) or next((live for live in of_trunk if live.given or live.stream.complete), None)
 
 

@@ -30,7 +30,8 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
 from rewire.runtime.pieces import apart, pieces, together
 from rewire.runtime.recipe import read_recipe, recipe_of, scales_in
-from rewire.runtime.stream import Stream, Weights
+from rewire.runtime.shared import Shared
+from rewire.runtime.stream import Stream
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import topology_in
 from rewire.torch_internals import (
@@ -191,12 +192,12 @@ class Connection(Watched):
         return super().register_state_dict_pre_hook(hook)
 
     def facts(self) -> dict[str, Any]:
-        return facts_of({self.layout.trunk: self.shared()})
+        return facts_of({self.layout.trunk: self.trunk_facts()})
 
     def here(self) -> str:
         return str(self.dims.here or "")
 
-    def shared(self) -> dict[str, Any]:
+    def trunk_facts(self) -> dict[str, Any]:
         """The facts of the trunk that have to agree on all ranks that train one model."""
         layout = self.layout
         more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
@@ -253,7 +254,7 @@ class Connection(Watched):
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
         states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
-        return Stream(states, None, Weights(weights, learned), layout, position, placement)
+        return Stream(states, None, Shared(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, computed from the learned ones, in float32.
@@ -551,7 +552,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         )
     if not found:
         raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
-    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.shared() for name, c in found.items()}))
+    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.trunk_facts() for name, c in found.items()}))
     for connection in found.values():
         connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
 

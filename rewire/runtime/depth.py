@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.calls import Calls
+from rewire.runtime.held import Post, Reading
 from rewire.runtime.left_out import LeftOut, looked_up
 from rewire.runtime.live import Entry, Live
 from rewire.runtime.nested import Item, at, mapped, tensors_and_streams, with_item
 from rewire.runtime.open_streams import CLAMPED
 from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
-from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.stream import Stream
 from rewire.runtime.writes import counted, noted, share_memory, uncounted
 from rewire.torch_internals import only_inlined, outside_inference_mode, viewed
 
@@ -114,8 +115,8 @@ class Depth(Calls, LeftOut):
 
     def _enter(self, stream: Stream, norm: nn.Module | None, before: Sequence[Any]) -> Tensor:
         """Take in a stream from outside, and return its value."""
-        if stream.weights.loans:
-            stream.check_loans()
+        if stream.shared.lent:
+            stream.check_lent()
         if not isinstance(stream.held, (Reading, Post)):
             stream.check_recorded()
         entry = self._entry(stream)
@@ -321,7 +322,7 @@ class Depth(Calls, LeftOut):
         live, before = self._shortcut(shortcut)
         if live.overwritten:
             raise self._overwritten(live)
-        if torch.is_grad_enabled() != live.stream.weights.recorded and live.switched_on():
+        if torch.is_grad_enabled() != live.stream.shared.recorded and live.switched_on():
             with torch.no_grad():
                 return self._written(shortcut, branches, alpha, site)
         if site is not None and live.stream.position != live.first + site:
@@ -461,7 +462,7 @@ class Depth(Calls, LeftOut):
 
     def _is_earlier(self, stream: Stream) -> bool:
         """Whether ``stream`` is an earlier state of a stream that is open already."""
-        return any(live.stream.weights is stream.weights and live.source is not stream for live in self.live)
+        return any(live.stream.shared is stream.shared and live.source is not stream for live in self.live)
 
 
 only_inlined(Depth)  # so that writes are counted behind a graph break

@@ -82,7 +82,7 @@ class Gate:
             if item.position == ended[item.layout.trunk].cut_at:
                 return item
             item.check_recorded()
-            item.check_loans()
+            item.check_lent()
             return item.skipped(len(item.layout.units)).settled().finish()
 
         return mapped(value, output_of)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Post, Reading, Stream
+from rewire.runtime.held import Post, Reading
+from rewire.runtime.stream import Stream
 from rewire.runtime.writes import counted, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
 from rewire.torch_internals import only_inlined, outside_inference_mode
@@ -172,9 +173,9 @@ class Live:
 
         Megatron switches it on for its adds alone; `Depth.leave` checks that it is off again at the end.
         """
-        if torch.is_grad_enabled() == self.stream.weights.recorded:
+        if torch.is_grad_enabled() == self.stream.shared.recorded:
             return False
-        if self.stream.weights.recorded:
+        if self.stream.shared.recorded:
             self.stream.check_recorded()
         self.unrecorded = True
         return True
@@ -187,7 +188,7 @@ class Live:
         stream = self.stream
         position, sites, entry = stream.position, stream.layout.sites, self.entry
         in_post = isinstance(stream.held, Post)  # statistics of a mere sum may be computed under no_grad
-        if not in_post and torch.is_grad_enabled() != stream.weights.recorded and self.switched_on():
+        if not in_post and torch.is_grad_enabled() != stream.shared.recorded and self.switched_on():
             with torch.no_grad():
                 return self.read(norm)
         self.norm = self.normed = self.qkv = None
@@ -212,7 +213,7 @@ class Live:
             value = read.residual if isinstance(read, QKVInputs) else read
         value = value if in_post else counted(value)  # the model's own operations have made such a sum
         wraps = stream.placement is not None and stream.wraps
-        before = noted(value) if in_post or wraps else stream.know(value)
+        before = noted(value) if in_post or wraps else stream.shared.know(value)
         self.values, self.before = [value], [(before, value.requires_grad)]
         return value
 

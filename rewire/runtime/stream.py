@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,13 +22,14 @@ from rewire.mixes.autograd import passes
 from rewire.mixes.history import History
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
+from rewire.runtime.held import Begun, Post, Reading, Unsummed
 from rewire.runtime.layout import Layout, Site
 from rewire.runtime.reentrant import USE, where_reentrant
+from rewire.runtime.shared import Shared
 from rewire.runtime.tensorlike import TensorLike
-from rewire.runtime.writes import PART, check_parts, counted, is_written, noted, uncounted
+from rewire.runtime.writes import PART, check_parts, counted, uncounted
 from rewire.topologies.base import QKVInputs, States, materialize, total
 from rewire.torch_internals import (
-    in_higher_order,
     memory_within,
     only_inlined,
     outside_inference_mode,
@@ -40,79 +40,6 @@ from rewire.torch_internals import (
 )
 
 
-class Weights:
-    """A box around the effective connection weights, shared by all streams of one forward of a trunk.
-
-    The box hides the weights from code that casts every tensor in a block's inputs (FSDP2's mixed precision): they have
-    to stay float32.
-
-    Attributes:
-        value: the effective weights.
-        learned: the learned weights behind them, by name: pipelines send these to later stages.
-        recorded: whether autograd was on when they were computed.
-        ended: whether the trunk has made its output.
-        format: memory format that values have to get, if sums might have another than the model's hidden states: the
-            model may take views of them, and random numbers are drawn in memory order.
-        loans: values of streams that were read between blocks, each with its version counter then.
-        known: tensors that the model knows and that may be part of a stream, each with its version counter when it
-            gave or got them.
-    """
-
-    __slots__ = ("ended", "format", "known", "learned", "loans", "recorded", "value")
-
-    def __init__(self, value: object, learned: Mapping[str, Tensor] | None = None) -> None:
-        self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
-        self.loans: list[tuple[Tensor, int | None]] = []
-        self.known: list[tuple[weakref.ref[Tensor], int | None]] = []
-        self.format: torch.memory_format | None = None
-        self.ended = False
-
-
-@dataclasses.dataclass(eq=False)  # as Stream
-class Reading:
-    """Held by a stream while a branch of the next unit is running.
-
-    Attributes:
-        parts: the tensors whose sum the branch reads: one, or ``r, f_1, ...`` inside a unit of several sites.
-        branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
-        qkv: what was read, if queries, keys and values have separate inputs.
-    """
-
-    parts: tuple[Tensor, ...]
-    branch: Tensor | None = None
-    qkv: QKVInputs | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unsummed:
-    """Held by a stream whose last state is yet to be computed, by one kernel together with the norm of the next read.
-
-    Attributes:
-        branches: outputs of the last unit's branches.
-    """
-
-    branches: tuple[Tensor, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Post:
-    """Held by a stream until `Stream.push`: the model makes the next state of the last add's sum, as post-norms do.
-
-    Attributes:
-        sum: the sum, or what its post has made of it so far.
-        reading: set if the sum is not the topology's next state (it keeps streams or increments, or the unit goes on),
-            but what the next branch reads. That branch then reads the post's result instead, and the difference is
-            added to what it writes.
-    """
-
-    sum: Tensor
-    reading: Reading | None = None
-
-
-class Begun(Post):
-    """A `Post` in which some operations have already made a new tensor of the sum, and more may follow."""
-
-
 @dataclasses.dataclass(eq=False)  # not changed after __init__, but frozen=True would make that three times as slow
 class Stream(TensorLike):
     """The residual stream after ``position`` residual adds.
@@ -120,7 +47,7 @@ class Stream(TensorLike):
     Attributes:
         states: the tensors of the topology.
         held: what the stream holds besides its states; None if the last unit is written, and the next has not read.
-        weights: effective connection weights, computed once per forward when the stream begins.
+        shared: what all streams of one forward of the trunk share: the effective connection weights above all.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
         placement: where the model's hidden states lie on a device mesh; None if unknown. The stream itself holds only
@@ -129,7 +56,7 @@ class Stream(TensorLike):
 
     states: States
     held: Reading | Unsummed | Post | None
-    weights: Weights
+    shared: Shared
     layout: Layout
     position: int = 0
     placement: Placement | None = None
@@ -165,10 +92,10 @@ class Stream(TensorLike):
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
-        states, shared = layout.topology.start(layout.channels_last(x), weights), Weights(weights, learned)
+        states, shared = layout.topology.start(layout.channels_last(x), weights), Shared(weights, learned)
         shared.format = _format(x, layout.channel_dim)
         stream = cls(states, None, shared, layout, placement=placement)
-        stream.know(x)
+        shared.know(x)
         return stream
 
     @property
@@ -255,18 +182,18 @@ class Stream(TensorLike):
         site = layout.sites[self.position]
         if site.drops:
             self.check_known(all=True)
-        read = layout.topology.read(self.states, self.weights.value, site.unit)
+        read = layout.topology.read(self.states, self.shared.weights, site.unit)
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return the value read, and the states.")
         value, states = read
         if isinstance(value, QKVInputs):
             return QKVInputs(*map(self._restored, (value.q, value.k, value.v, value.residual))), states
-        as_it_is = layout.channel_dim == -1 and self.weights.format is None
+        as_it_is = layout.channel_dim == -1 and self.shared.format is None
         return value if as_it_is else self._restored(materialize(value)), states
 
     def _restored(self, x: Tensor) -> Tensor:
         """A tensor [..., D] as the model's blocks see it."""
-        x, format = self.layout.restored(x), self.weights.format
+        x, format = self.layout.restored(x), self.shared.format
         if format is None or x.dim() != _DIMS.get(format, x.dim()):  # the model may have flattened images
             return x
         return x.contiguous(memory_format=format)
@@ -280,7 +207,7 @@ class Stream(TensorLike):
         if self.layout.observe is not None:
             self.layout.observe("read", self.position, value)
         reading = Reading((value,), held.branch if isinstance(held, Reading) else None, qkv)
-        return Stream(states, reading, self.weights, self.layout, self.position, self.placement)
+        return Stream(states, reading, self.shared, self.layout, self.position, self.placement)
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here, for code other than the next block or the trunk's end.
@@ -306,37 +233,24 @@ class Stream(TensorLike):
             with outside_inference_mode():
                 return self.lent()
         value = counted(self.value())
-        if not (torch.compiler.is_compiling() and in_higher_order()):
-            self.weights.loans.append((value, noted(value)))
+        self.shared.lend(value)
         return value
 
-    def check_loans(self) -> None:
+    def check_lent(self) -> None:
         """Check that lent values were not written to in place: the states would not change with them.
 
         Raises:
             OutOfOrder: one was.
         """
-        if self.weights.loans:
-            loans = self.weights.loans
-            if not (torch.compiler.is_compiling() and in_higher_order()):
-                self.weights.loans = []
-            if any(is_written(value, before) for value, before in loans):
-                raise self.written_to("through a view")
-
-    def know(self, value: Tensor) -> int | None:
-        """Note a tensor that the model knows and that may be part of the stream; returns what `noted` does."""
-        if torch.compiler.is_dynamo_compiling():
-            return noted(value, part=True)
-        before = writes_within(value)
-        self.weights.known.append((weakref.ref(value), before))
-        return before
+        if self.shared.changed():
+            raise self.written_to("through a view")
 
     @property
     def known(self) -> list[Tensor]:
         """The tensors of the stream that the model knows, and others if torch.compile traces."""
         if torch.compiler.is_dynamo_compiling():
             return self._parts()
-        known = (reference() for reference, _ in self.weights.known)
+        known = (reference() for reference, _ in self.shared.known)
         return [value for value in known if value is not None and self._holds(value)]
 
     def check_known(self, *, all: bool) -> None:
@@ -352,7 +266,7 @@ class Stream(TensorLike):
             check_parts(*self._parts(newest=not all))
             return
         newest = 0 if all else -2 * len(self._held_apart())  # a read and a branch for each tensor of the unit so far
-        for reference, before in self.weights.known[newest:]:
+        for reference, before in self.shared.known[newest:]:
             value = reference()
             if value is None or before is None or writes_within(value) == before:
                 continue
@@ -402,7 +316,7 @@ class Stream(TensorLike):
         """Indices of the newest state among the states, if the next unit reads it unchanged; else none."""
         if self.held is not None:
             return ()
-        return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
+        return self.layout.topology.newest(self.states, self.shared.weights, self.layout.units[self.position])
 
     def _replaced(self, state: Tensor) -> Stream:
         """The stream with ``state`` as the newest state."""
@@ -435,8 +349,8 @@ class Stream(TensorLike):
         Raises:
             UnsupportedCall: it was switched.
         """
-        if torch.is_grad_enabled() != self.weights.recorded:
-            before, now = ("on", "off") if self.weights.recorded else ("off", "on")
+        if torch.is_grad_enabled() != self.shared.recorded:
+            before, now = ("on", "off") if self.shared.recorded else ("off", "on")
             raise UnsupportedCall(
                 f"trunk '{self.layout.trunk}' began with gradients switched {before}, and they are {now} after "
                 f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
@@ -464,7 +378,7 @@ class Stream(TensorLike):
         if takes:
             branches = tuple(map(counted, branches))
             for branch in branches:
-                self.know(branch)
+                self.shared.know(branch)
         if layout.observe is not None:
             layout.observe("write", self.position, branches)
         outputs = branches if reading.branch is None else (reading.branch, *branches)
@@ -485,7 +399,7 @@ class Stream(TensorLike):
 
     def _written(self, site: Site, branches: tuple[Tensor, ...]) -> Stream:
         """The stream after the last residual add of a unit with these branch outputs."""
-        layout, topology, weights = self.layout, self.layout.topology, self.weights.value
+        layout, topology, weights = self.layout, self.layout.topology, self.shared.weights
         if layout.channel_dim != -1:
             branches = tuple(map(layout.channels_last, branches))
         if layout.sums_wait and _may_wait(branches[0]):
@@ -495,12 +409,12 @@ class Stream(TensorLike):
         else:
             with UnitsLeft(site.left):
                 states = topology.write(self.states, weights, site.unit, *branches)
-        return Stream(states, None, self.weights, layout, self.position + 1, self.placement)
+        return Stream(states, None, self.shared, layout, self.position + 1, self.placement)
 
     def _merge(self, site: Site, branches: Iterable[Tensor]) -> Tensor | Mix:
         """``x_t`` of a `Recurrence`, before a post."""
         assert self.layout.recurrence is not None
-        return self.layout.recurrence.merge(self.states, self.weights.value, site.unit, *branches)
+        return self.layout.recurrence.merge(self.states, self.shared.weights, site.unit, *branches)
 
     def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after an add's post made ``state`` of its sum; ``more``: other operations may follow.
@@ -529,8 +443,8 @@ class Stream(TensorLike):
         layout, recurrence = self.layout, self.layout.recurrence
         assert recurrence is not None
         unit, state = layout.sites[self.position - 1].unit, layout.channels_last(self._in(state))
-        self.know(state)
-        return self._with(recurrence.push(self.states, self.weights.value, unit, state))
+        self.shared.know(state)
+        return self._with(recurrence.push(self.states, self.shared.weights, unit, state))
 
     def settled(self) -> Stream:
         """The stream, with the sum as its state if it still waits for a post: no operation of it ran."""
@@ -605,9 +519,8 @@ class Stream(TensorLike):
             return self.summed().finish()
         self.check_known(all=True)
         self._seen("end", self.states)
-        output = self._restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
-        if not (torch.compiler.is_compiling() and in_higher_order()):
-            self.weights.ended = True
+        output = self._restored(layout.topology.finish(self.states, self.shared.weights, layout.dims))
+        self.shared.end()
         self._seen("finish", output)
         return self._out(output)
 
@@ -624,7 +537,7 @@ class Stream(TensorLike):
         return self._pushed(materialize(due))
 
     def _with(self, states: States, held: Reading | Unsummed | Post | None = None, adds: int = 0) -> Stream:
-        return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
+        return Stream(states, held, self.shared, self.layout, self.position + adds, self.placement)
 
     @property
     def on_mesh(self) -> bool:
@@ -711,7 +624,7 @@ def _may_wait(x: Tensor) -> bool:
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
     held = [] if stream.held is None else [stream.held]
-    return [stream.states, *held], (stream.weights, stream.layout, stream.position, stream.placement)
+    return [stream.states, *held], (stream.shared, stream.layout, stream.position, stream.placement)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
@@ -720,5 +633,3 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Reading, Unsummed, Post, Begun, QKVInputs):
-    pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

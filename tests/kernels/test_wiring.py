@@ -22,7 +22,7 @@ from rewire.kernels import operators, switch
 from rewire.mixes import again
 from rewire.passes.editing.fusions import fusions
 from rewire.patterns.tiny import tiny_model
-from rewire.runtime.stream import Unsummed
+from rewire.runtime.held import Unsummed
 
 OPERATORS = (
     "mix",

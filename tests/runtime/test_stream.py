@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.runtime.held import Reading
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Live
-from rewire.runtime.stream import Reading, Stream
+from rewire.runtime.stream import Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
 from rewire.topologies.base import Dims, QKVInputs
@@ -230,14 +231,14 @@ def test_pytree_round_trip(written: int) -> None:
     assert [id(t) for t in tensors] == [id(t) for t in held]
     again = pytree.tree_unflatten(leaves, spec)
     assert isinstance(again, Stream)
-    assert again.weights is stream.weights
+    assert again.shared is stream.shared
     assert again.layout is stream.layout
     assert again.position == written
     assert again.states == stream.states
     assert type(again.held) is type(stream.held)
     doubled = pytree.tree_map_only(Tensor, lambda t: t.double(), stream)
     assert doubled.dtype == torch.float64
-    assert doubled.weights.value.rows[0].dtype == torch.float32
+    assert doubled.shared.weights.rows[0].dtype == torch.float32
 
 
 def test_looks_like_its_hidden_states() -> None:

@@ -163,7 +163,7 @@ def of_another_unit(stream: Stream) -> Any:
     layout = stream.layout
     units = tuple(max(1, unit - 1) for unit in layout.units)
     other = Layout(layout.trunk, layout.topology, units, layout.dims.width, layout.dims.attention)
-    return _DUE(Stream(stream.states, stream.held, stream.weights, other, stream.position))
+    return _DUE(Stream(stream.states, stream.held, stream.shared, other, stream.position))
 
 
 _DUE = Stream._due
@@ -178,7 +178,7 @@ def without_the_first(stream: Stream, *given: Any) -> Any:
     """Between the units, the first state is forgotten."""
     written = _WRITTEN(stream, *given)
     return Stream(
-        written.states[-1:] * len(written.states), written.held, written.weights, written.layout, written.position
+        written.states[-1:] * len(written.states), written.held, written.shared, written.layout, written.position
     )
 
 

@@ -1,0 +1,68 @@
+"""What all streams of one forward of a trunk share: its weights, and which tensors the model could write to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rewire.runtime.writes import is_written, noted
+from rewire.torch_internals import in_higher_order, only_inlined, writes_within
+
+
+class Shared:
+    """One of these begins with the stream, and is handed on from each stream to the next.
+
+    It is no pytree: code that casts every tensor in a block's inputs (FSDP2's mixed precision) does not find the
+    weights, which have to stay float32.
+
+    Attributes:
+        weights: the effective weights.
+        learned: the learned weights behind them, by name: pipelines send these to later stages.
+        recorded: whether autograd was on when they were computed.
+        ended: whether the trunk has made its output.
+        format: memory format that values have to get, if sums might have another than the model's hidden states: the
+            model may take views of them, and random numbers are drawn in memory order.
+        lent: values of streams that were read between blocks, each with its version counter then.
+        known: tensors that the model knows and that may be part of a stream, each with its version counter when it
+            gave or got them.
+    """
+
+    __slots__ = ("ended", "format", "known", "learned", "lent", "recorded", "weights")
+
+    def __init__(self, weights: object, learned: Mapping[str, Tensor] | None = None) -> None:
+        self.weights, self.learned, self.recorded = weights, learned or {}, torch.is_grad_enabled()
+        self.lent: list[tuple[Tensor, int | None]] = []
+        self.known: list[tuple[weakref.ref[Tensor], int | None]] = []
+        self.format: torch.memory_format | None = None
+        self.ended = False
+
+    def know(self, value: Tensor) -> int | None:
+        """Note a tensor that the model knows and that may be part of a stream; returns what `noted` does."""
+        if torch.compiler.is_dynamo_compiling():
+            return noted(value, part=True)
+        before = writes_within(value)
+        self.known.append((weakref.ref(value), before))
+        return before
+
+    def lend(self, value: Tensor) -> None:
+        """Note a value that code between the blocks gets."""
+        if not (torch.compiler.is_compiling() and in_higher_order()):
+            self.lent.append((value, noted(value)))
+
+    def changed(self) -> bool:
+        """Whether one of the values that were lent since the last call was written to in place."""
+        lent = self.lent
+        if lent and not (torch.compiler.is_compiling() and in_higher_order()):
+            self.lent = []
+        return any(is_written(value, before) for value, before in lent)
+
+    def end(self) -> None:
+        """Note that the trunk has made its output."""
+        if not (torch.compiler.is_compiling() and in_higher_order()):
+            self.ended = True
+
+
+only_inlined(Shared)  # so that writes are counted behind a graph break
