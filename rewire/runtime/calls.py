@@ -15,7 +15,7 @@ from rewire.errors import OutOfOrder
 from rewire.runtime.live import Live
 from rewire.runtime.nested import Item, at, is_container, mapped, tensors_and_streams, with_item
 from rewire.runtime.open_streams import OpenStreams
-from rewire.runtime.stream import Stream
+from rewire.runtime.stream import Stream, is_earlier
 from rewire.torch_internals import only_inlined
 
 
@@ -58,13 +58,20 @@ class Calls(OpenStreams):
 
         alone = [self.entries[number].trunk for number in read]
 
-        def stream_of(value: object) -> Any:
-            return self._stream_of(value, alone)
-
         def call(*args: object, **kwargs: object) -> Any:
             ended = self._ended(args, kwargs)
+            put: list[tuple[object, object]] = []
+
+            def stream_of(value: object) -> Any:
+                stream = self._stream_of(value, alone)
+                put.append((stream, value))
+                return stream
+
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
-            self._taken_up([given for given in (*args, *kwargs.values()) if is_container(given)], norm, post, kept)
+            containers = [given for given in (*args, *kwargs.values()) if is_container(given)]
+            if containers:
+                _given_back(containers, put, result)
+                self._taken_up(containers, norm, post, kept)
             for part in tensors_and_streams(result) if ended else ():
                 if isinstance(part, Stream) and part.layout.trunk in ended:
                     raise part.layout.other_passes()
@@ -127,6 +134,7 @@ class Calls(OpenStreams):
     ) -> Any:
         """A function's result, with values in place of streams."""
         earlier = [(self.entries[trunk].trunk, at(result, item)) for trunk, item in kept]
+        streams = [part for part in tensors_and_streams(result) if isinstance(part, Stream)]
         values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
 
         def value_of(item: object) -> Any:
@@ -134,6 +142,8 @@ class Calls(OpenStreams):
                 return item
             if any(item is state and item.layout.trunk == trunk for trunk, state in earlier):
                 return item.value()
+            if item.shared.ended or (len(streams) > 1 and is_earlier(item, streams)):
+                return item.value()  # the model has collected it
             if id(item) not in values:
                 values[id(item)] = taken(item if post else item.settled())
             return values[id(item)]
@@ -172,6 +182,21 @@ class Calls(OpenStreams):
 
 
 only_inlined(Calls)  # so that writes are counted behind a graph break
+
+
+def _given_back(containers: list[Any], put: Sequence[tuple[object, object]], result: object) -> None:
+    """Put values back for the streams that a call has left where they were in containers, and that ended or went on."""
+    made = [part for part in tensors_and_streams((result, containers)) if isinstance(part, Stream)]
+
+    def value_of(item: object) -> Any:
+        if isinstance(item, Stream):
+            went_on = any(part.shared is item.shared and part is not item for part in made)
+            for stream, value in put if went_on or item.shared.ended else ():
+                if stream is item:
+                    return value
+        return item
+
+    mapped(containers, value_of)
 
 
 def _may_end(live: Live, *called: object) -> bool:

@@ -92,7 +92,10 @@ class Depth(Calls, LeftOut):
             def opened(part: object) -> Any:
                 if isinstance(part, Stream) and (self._entry(part) is None or self._is_earlier(part)):
                     return part  # a stream that the function only passes on, or an earlier state
-                return self.open(part, norm, trunk, post, begin and part is first, before=before)
+                own = self.open(part, norm, trunk, post, begin and part is first, before=before)
+                if own is not part:
+                    self.put.append((own, part))
+                return own
 
             return mapped(value, opened)
         for known in self.live:
@@ -119,6 +122,8 @@ class Depth(Calls, LeftOut):
             stream.check_lent()
         if not isinstance(stream.held, (Reading, Post)):
             stream.check_recorded()
+        if stream.shared.ended and not stream.complete:
+            stream.shared.end(False)
         entry = self._entry(stream)
         if entry is not None and before:
             owner, module = looked_up(*before)
@@ -213,11 +218,15 @@ class Depth(Calls, LeftOut):
                 return live.source
             return self._with_all_adds(live)
 
+        def given_back(item: object) -> Any:
+            of = stream_of(item)  # if the state is another one by now, the function has left this item alone
+            return next((before for own, before in self.put if own is item), item) if of is item else of
+
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))
-        mapped((dicts, changed), stream_of)
+        mapped((dicts, changed), given_back)
         handed_on = [*left]  # a function that changes what `others` hold returns these, too
-        mapped(others, stream_of)
+        mapped(others, given_back)
         for live in [*self.live, *(live for _, live in self.outputs)]:
             if live.unrecorded and not live.called:
                 live.stream.check_recorded()

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from rewire.runtime.depth import Depth
 from rewire.runtime.live import Entry
-from rewire.runtime.nested import mapped
-from rewire.runtime.stream import Stream
+from rewire.runtime.nested import mapped, tensors_and_streams
+from rewire.runtime.stream import Stream, is_earlier
 
 
 class Gate:
@@ -65,8 +67,10 @@ class Gate:
     def reach(self, value: object, to: int, *trunks: int) -> Any:
         """`Depth.reach` for a function whose variables hold streams: streams of trunks that end become their outputs.
 
+        Earlier states that the model has collected stay as they are.
+
         Args:
-            value: a variable's value.
+            value: a variable's value, or those of several.
             to: -1, the end.
             trunks: numbers of the trunks that end here; default: the first. If the model was cut, their streams go on.
 
@@ -74,18 +78,29 @@ class Gate:
             OutOfOrder: the hidden states were written to.
             UnsupportedCall: gradients were switched on or off since the stream began.
         """
-        ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
+        entries = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
+        parts = [part for part in tensors_and_streams(value) if isinstance(part, Stream)]
+        going_on = [part for part in parts if part.layout.trunk in entries and not part.shared.ended]
+        outputs: list[tuple[Stream, Stream | Tensor]] = []
+        for stream in going_on:
+            if is_earlier(stream, going_on):
+                continue
+            known = [output for newest, output in outputs if newest.shared is stream.shared]
+            outputs.append((stream, known[0] if known else _output(stream, entries[stream.layout.trunk].cut_at)))
 
         def output_of(item: object) -> Any:
-            if not isinstance(item, Stream) or item.layout.trunk not in ended:
-                return item
-            if item.position == ended[item.layout.trunk].cut_at:
-                return item
-            item.check_recorded()
-            item.check_lent()
-            return item.skipped(len(item.layout.units)).settled().finish()
+            return next((output for stream, output in outputs if stream is item), item)
 
         return mapped(value, output_of)
 
     def __repr__(self) -> str:
         return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
+
+
+def _output(stream: Stream, cut_at: int | None) -> Stream | Tensor:
+    """What a trunk makes of a stream after which no more of its blocks run; the stream, where the model was cut."""
+    if stream.position == cut_at:
+        return stream
+    stream.check_recorded()
+    stream.check_lent()
+    return stream.skipped(len(stream.layout.units)).settled().finish()

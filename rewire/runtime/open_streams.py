@@ -33,7 +33,8 @@ class OpenStreams:
         self.block, self.where, self.entries, self.advice = block, where, entries, advice
         self.live: list[Live] = []
         self.separate = SeparateInputs(block, where, self.live)
-        self.held: list[Any] = []
+        self.held: list[Any] = []  # containers with streams, or with a tensor with which a trunk starts
+        self.put: list[tuple[Any, Any]] = []  # the values that took their places in these, and what was there
         self.outputs: list[tuple[Any, Live]] = []  # outputs of streams that ended in called functions
         self.left = False
 

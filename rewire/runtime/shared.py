@@ -22,7 +22,7 @@ class Shared:
         weights: the effective weights.
         learned: the learned weights behind them, by name: pipelines send these to later stages.
         recorded: whether autograd was on when they were computed.
-        ended: whether the trunk has made its output.
+        ended: whether the trunk has made its output, and no block has run since.
         format: memory format that values have to get, if sums might have another than the model's hidden states: the
             model may take views of them, and random numbers are drawn in memory order.
         lent: values of streams that were read between blocks, each with its version counter then.
@@ -59,10 +59,10 @@ class Shared:
             self.lent = []
         return any(is_written(value, before) for value, before in lent)
 
-    def end(self) -> None:
-        """Note that the trunk has made its output."""
-        if not (torch.compiler.is_compiling() and in_higher_order()):
-            self.ended = True
+    def end(self, ended: bool = True) -> None:
+        """Note that the trunk has made its output; or that blocks run, perhaps again, as checkpoints do in backward."""
+        if self.ended is not ended and not (torch.compiler.is_compiling() and in_higher_order()):
+            self.ended = ended
 
 
 only_inlined(Shared)  # so that writes are counted behind a graph break

@@ -592,6 +592,11 @@ class Stream(TensorLike):
 only_inlined(Stream)  # so that writes are counted behind a graph break
 
 
+def is_earlier(stream: Stream, others: Iterable[Stream]) -> bool:
+    """Whether one of ``others`` is a later state of the same forward."""
+    return any(other.shared is stream.shared and other.position > stream.position for other in others)
+
+
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
 

@@ -210,10 +210,11 @@ class Reach:
     """A statement after which trunks have ended; streams that are left in these variables are not complete.
 
     Attributes:
-        names: of the variables.
+        names: of the variables, or attributes as they are written.
         trunks: indices of the trunks among those of the function.
         before: whether they have ended before the statement, an early exit's first.
         to: number of the function's adds that have run or been skipped by then; -1: all of the trunk.
+        called: whether the place is a call, in no statement that gives its result a name.
     """
 
     at: Span
@@ -221,6 +222,7 @@ class Reach:
     trunks: tuple[int, ...]
     before: bool = False
     to: int = -1
+    called: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

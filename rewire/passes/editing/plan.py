@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, MappingProxyType
@@ -51,6 +52,7 @@ from rewire.passes.editing.variables import (
     only_returned,
     place_returned,
     read_behind_ifs,
+    returned_calls,
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
@@ -520,15 +522,14 @@ class _Planner:
         if not around or any(add.op.scope is around[-1] for add in self.adds):
             return
         home = around[-1]
-        calls = [
-            place_of(*child.call) for child in self.carriers.scopes if child.parent is home and child.call is not None
-        ]
+        inside = {place_of(*child.call): child for child in self.carriers.scopes if child.parent is home and child.call}
+        calls = [*inside]
         try:
             function = self.sources.plan(home)
         except EditError:
             return
         last = behind(function.text, calls)
-        if last is not None and home in entered and not is_conditional(function.text, calls):
+        if last is not None and home in entered and not self._may_leave_out(home):
             return  # all of them run
         if last is not None:
             function.adds.setdefault(self.name, {})
@@ -536,6 +537,25 @@ class _Planner:
             function.put(("reach", last[0]), Reach(*last, trunks))
             for at, names in ended(function.text, calls, last[1]):
                 function.put(("reach before", at), Reach(at, names, trunks, before=True))
+            return
+        for at in returned_calls(function.text, calls):
+            if self._may_leave_out(inside[at]):
+                function.adds.setdefault(self.name, {})
+                function.put(("reach", at), Reach(at, (), (function.trunks.index(self.name),), called=True))
+                through = function.edits.get(("through", at))
+                if isinstance(through, Through):
+                    function.edits["through", at] = dataclasses.replace(through, last=False)
+
+    def _may_leave_out(self, scope: Scope) -> bool:
+        """Whether a function may leave out some of its adds and blocks, or one that it calls may."""
+        inside = [child for child in self.carriers.scopes if child.parent is scope and child.call]
+        own = [add.op for add in self.adds if add.op.scope is scope]
+        places = [place_of(*at) for at in (*(child.call for child in inside), *(op.place for op in own)) if at]
+        try:
+            text = self.sources.plan(scope).text
+        except EditError:
+            return True
+        return is_conditional(text, places) or any(map(self._may_leave_out, inside))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that is first to read the stream's value in ``scope``, if a kernel may compute it with the read."""

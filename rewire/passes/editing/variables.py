@@ -53,7 +53,27 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     else:  # a loop or an `if`, after which what they alone bind may have no value
         before = bound_before(text, last)
         names = made & names & (before | _bound_outside(text, last)) or made & before
-    return (span_of(last), tuple(sorted(names))) if names else None
+    found = _attributes(nodes, last) or sorted(names)
+    return (span_of(last), tuple(found)) if found else None
+
+
+def _attributes(calls: Sequence[ast.Call], statement: ast.stmt) -> list[str]:
+    """``self.h`` of ``self.h = block(self.h)``, if a statement assigns the result of one of some calls to it."""
+    assigned = [node for node in ast.walk(statement) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    made = [node.targets[0] for node in assigned if any(each in calls for each in ast.walk(node.value))]
+    return sorted({ast.unparse(target) for target in made if isinstance(target, ast.Attribute)})
+
+
+def returned_calls(text: Text, calls: Sequence[Span]) -> list[Span]:
+    """The calls in expressions that are returned, or in the last statement that makes one, if no other call is around.
+
+    Not calls in loops, nor in nested functions.
+    """
+    nodes = [node for at in calls for node in text.nodes.get(at, []) if isinstance(node, ast.Call)]
+    last = _statements(text, nodes)[-1:]
+    found = [node for node in nodes if isinstance(text.statement(node), ast.Return) or [text.statement(node)] == last]
+    found = [node for node in found if not {*nodes} & {*text.above(node)} and not loops_around(text, node)]
+    return [span_of(node) for node in found if _nested_function(text, node) is None]
 
 
 def _bound_outside(text: Text, statement: ast.stmt) -> set[str]:
@@ -120,12 +140,24 @@ def _harmless(text: Text, node: ast.Name, calls: Sequence[ast.Call]) -> bool:
     if _looped(node, parents):
         return True
     if isinstance(parent, ast.Call):
-        return read is not parent.func and (_collects(parent) or any(_alike(text, parent, call) for call in calls))
+        if read is not parent.func and _collects(parent):
+            return parent.func.value.id in _local(text)  # type: ignore[attr-defined]
+        return read is not parent.func and any(_alike(text, parent, call) for call in calls)
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
-    if isinstance(parent, ast.Tuple):  # hidden states + (x,): collected streams become tensors when they are returned
-        return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
+    if isinstance(parent, (ast.Tuple, ast.List)):  # states + (x,): streams become tensors when they are returned
+        around = parents[parent]
+        if isinstance(around, ast.AugAssign):
+            return isinstance(around.target, ast.Name) and around.target.id in _local(text)
+        return isinstance(around, ast.BinOp)
     return _renamed(node, parents)
+
+
+def _local(text: Text) -> set[str]:
+    """The variables that hold nothing that the function's caller, or another function, has made."""
+    given = {node.arg for node in ast.walk(text.tree) if isinstance(node, ast.arg)}
+    names = [node for node in ast.walk(text.tree) if isinstance(node, ast.Name)]
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)} - given
 
 
 def _read_at_once(text: Text, call: ast.Call, calls: Sequence[ast.Call]) -> bool:

@@ -222,13 +222,19 @@ class _Editor:
         return False
 
     def _reach(self, edit: Reach) -> list[Change]:
-        """A ``reach`` line after a statement, or before it."""
+        """A ``reach`` line after a statement, or before it; or a call of it, around an expression."""
         if edit.to >= 0 and not self.plan.iterates:
             return []
-        statement = self._statement(edit.at)
         to = str(edit.to) if edit.trunks == (0,) else ", ".join(map(str, (edit.to, *edit.trunks)))
-        of = self.depth if self.plan.entered else self._gate
-        lines = [f"{name} = {of}.reach({name}, {to})" for name in edit.names]
+        if edit.called:
+            of = self.depth if self.plan.entered else self._gate
+            return [self._wrapped(self._expression(edit.at), "reach", [to], of=of)]
+        statement = self._statement(edit.at)
+        if self.plan.entered:
+            lines = [f"{name} = {self.depth}.reach({name}, {to})" for name in edit.names]
+        else:  # which of them holds the newest state is told from all of them
+            names, several = ", ".join(edit.names), len(edit.names) > 1
+            lines = [f"{names} = {self._gate}.reach({f'({names})' if several else names}, {to})"]
         return self._before(statement, *lines) if edit.before else self._line_behind(statement, *lines)
 
     def _iteration(self, edit: Iteration) -> list[Change]:
@@ -479,10 +485,12 @@ class _Editor:
         of_self = self.plan.method and inner.id == self.text.receiver
         return not of_self and inner.id in self.variables
 
-    def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "") -> Change:
+    def _wrapped(
+        self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "", of: str | None = None
+    ) -> Change:
         start, end = self.text.span(node)
         more = "".join(f", {argument}" for argument in how)
-        return Change(start, end, lambda render: f"{before}{self.depth}.{method}({render(start, end)}{more})")
+        return Change(start, end, lambda render: f"{before}{of or self.depth}.{method}({render(start, end)}{more})")
 
     def _written_to(self, node: ast.expr) -> str:
         """``x = `` for the statement ``x.mul_(2)``, so that the variable gets the result."""

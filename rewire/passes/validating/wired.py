@@ -220,7 +220,8 @@ class _Wiring(Recorder):
             that they replace; and the path of the projection at which to stop.
         met: keys of all values in the arguments of that call.
         written: the target of an in-place addition, and its value before.
-        under_way: for each running call, its key, and the number of operations before it.
+        under_way: for each running call, its key, the number of operations before it, its arguments, and the states
+            in these with which streams start, each with the tensor in whose place it is.
     """
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
@@ -239,7 +240,7 @@ class _Wiring(Recorder):
         self.products -= self.modules.keys()
         self.probe: tuple[dict[_Key, Tensor], str] | None = None
         self.met: set[_Key] = set()
-        self.under_way: list[tuple[_Key, int]] = []
+        self.under_way: list[tuple[_Key, int, Inputs, list[tuple[Tensor, Tensor]]]] = []
         self.replaced: list[Tensor] = []
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Tensor, Tensor] | None = None
@@ -268,7 +269,9 @@ class _Wiring(Recorder):
         output = self._happened(count, output, module, args, {})
         if self.probe is not None:
             return output
-        key, before = self.under_way.pop()
+        key, before, given, put = self.under_way.pop()
+        for new, x in put:  # where the call has left them
+            mapped(given, lambda item: x if item is new else item)  # noqa: B023
         if count == before:
             self.counts[self.paths[module],] -= 1  # the call failed and will be repeated, or it does nothing
         for number, index in self.script.returned.get(key, ()):
@@ -357,15 +360,17 @@ class _Wiring(Recorder):
             self._stop_at(path, args, kwargs)
             return None
         _keep_activations()
+        put: list[tuple[Tensor, Tensor]] = []
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
             op = self.stack[-1].arguments[name][item]
             x = next(given for given in tensors_and_streams((args, kwargs)) if self.known.get(id(given)) is op)
             new = self.passes[number].start(x)
-            # Dicts are not copied: the call may leave the next state in a dict of its caller.
+            # Lists and dicts are not copied: the call may leave the next state in one of its caller's.
             args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
+            put.append((new, x))
             self.known[id(new)] = op
             self.replaced.append(new)
-        self.under_way.append(((path, self.counts[path,]), len(self.ops)))
+        self.under_way.append(((path, self.counts[path,]), len(self.ops), (args, kwargs), put))
         self.counts[path,] += 1
         if path in self.readers:
             copied = _changed((args, kwargs), self._copied)  # the call may write to its arguments

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from mixing import shaken
+from models import PreNorm, vectors
+from torch import Tensor, nn
 from written_nets import written_input, written_net
 
 import rewire
@@ -96,3 +99,111 @@ def test_nested_functions_that_call_each_other() -> None:
     net = written_net(body=f"{down}{up}x = up(x, 2)")
     (connection,) = rewire.connections(rewire.compile(net, example_inputs=(written_input(),))).values()
     assert len(connection.layout.sites) == 6
+
+
+# -- exits from a function below the one that has all blocks -----------------------------------------------------------
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PreNorm(8) for _ in range(2))
+
+    def forward(self, x: Tensor, upto: int = 2) -> tuple[Tensor, int]:
+        for number, block in enumerate(self.blocks):
+            if number == upto:
+                break
+            x = block(x)
+        return x, upto
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = Part(), Part(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        x = self.first(x)[0]
+        x = self.last(x, upto)[0]
+        return self.norm(x)
+
+
+class Returned(Parts):
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        x = self.first(x)[0]
+        return self.last(x, upto)
+
+
+class ReturnedByAHelper(Parts):
+    def run(self, x: Tensor, upto: int) -> Any:
+        return self.last(x, upto)
+
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        x = self.first(x)[0]
+        return self.norm(self.run(x, upto)[0])
+
+
+class Inside(Parts):
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        out = self.first(x)
+        return torch.tanh(self.norm(self.last(out[0], upto)[0]))
+
+
+class Unpacked(Parts):
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        out = self.first(x)
+        x, _ = out
+        out = self.last(x, upto)
+        x, _ = out
+        return self.norm(x)
+
+
+class Attributes(Parts):
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        self.state = self.first(x)[0]
+        self.state = self.last(self.state, upto)[0]
+        return self.norm(self.state)
+
+
+class Items(Parts):
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        states = {"a": self.first(x)[0]}
+        states["b"] = self.last(states["a"], upto)[0]
+        return self.norm(states["b"])
+
+
+class LeavesOutItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        if skip:
+            return x
+        return x + self.f(self.norm(x))
+
+
+class OfOneBlock(Parts):
+    """The last block leaves out its own add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.blocks = nn.ModuleList([PreNorm(8), LeavesOutItsOwn()])
+
+    def forward(self, x: Tensor, upto: int = 2) -> Any:
+        x = self.first(x)[0]
+        x = self.last.blocks[0](x)
+        return self.norm(self.last.blocks[1](x, upto == 1))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "grn-v1"])
+@pytest.mark.parametrize("net", [Parts, Returned, ReturnedByAHelper, Inside, Unpacked, Attributes, Items, OfOneBlock])
+def test_exits_from_a_part_of_the_trunk(net: Any, topology: str) -> None:
+    x = vectors()
+    rewired = shaken(rewire.compile(net().eval(), topology, example_inputs=(x,)), 0.1)
+    early = rewired(x, 1)
+    for parameter in rewired.last.blocks[1].parameters():
+        parameter.data.zero_()
+    whole = rewired(x)
+    early, whole = (out[0] if isinstance(out, tuple) else out for out in (early, whole))
+    torch.testing.assert_close(early, whole)
