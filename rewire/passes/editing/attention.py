@@ -8,6 +8,8 @@ import functools
 import itertools
 from typing import TypeAlias
 
+from torch import nn
+
 from rewire.code.text import is_call_of_one, span_of
 from rewire.conventions import is_joint_attention
 from rewire.errors import EditError, UnsupportedTopology
@@ -15,7 +17,7 @@ from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
 from rewire.passes.finding.adds import between
 from rewire.passes.finding.attention import weight_of
-from rewire.passes.finding.flow import Op, Scope, around
+from rewire.passes.finding.flow import Op, Scope, around, given
 from rewire.passes.finding.projections import Projections
 
 
@@ -54,6 +56,13 @@ class _Attention:
         way: set[Op] = set().union(*(between(state, op) for op in entries)) - {state}
         if any(op.weighted for op in way):
             raise EditError("its input passes other weights before the projections")
+        for op in way:
+            if _changes_with_each_call(op):
+                where = f" in '{op.scope.path}'" if op.scope.path else ""
+                raise EditError(
+                    f"'{op.name}'{where} stands between the state and the projections, and would run for each of the "
+                    "three: it draws random numbers, or updates running statistics, each time it is called"
+                )
         reads = self._reader()
         for call, read in calls:
             self._hand_down(reads, call, {state}.union(*(between(state, op) for op in read)), {state, *way})
@@ -205,3 +214,15 @@ def _caller(call: _Call) -> Scope:
     scope = call.scope if isinstance(call, Op) else call.parent
     assert scope is not None
     return scope
+
+
+def _changes_with_each_call(op: Op) -> bool:
+    """Whether what makes a tensor draws random numbers in training, or updates running statistics."""
+    if op.leaf is not None:
+        kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+        return any(isinstance(module, kinds) and getattr(module, "p", 1) for module in op.leaf.modules())
+    args, kwargs = given(op)
+    second = next(iter(args[1:]), None)
+    if op.name in ("batch_norm", "instance_norm"):
+        return kwargs.get("running_mean", second) is not None
+    return op.name == "rrelu" or ("dropout" in op.name and kwargs.get("p", second) != 0)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import NanoGPT, PreNorm, SeparateAttention, SeparatePreNorm, Stack, token_ids, vectors
+from models import WIDTH, NanoGPT, PreNorm, SeparateAttention, SeparatePreNorm, Stack, token_ids, vectors
 from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rewire
 from rewire.code.edited import is_edited
+from rewire.errors import UnsupportedTopology
 from rewire.patterns.tiny import timm_model, tiny_model
 
 #: Three projections, those of an encoder and a decoder, and one for all three in its layouts.
@@ -264,3 +265,51 @@ def test_a_method_of_several_values(caplog: pytest.LogCaptureFixture) -> None:
     rewired = rewire.compile(model, "muddformer", example_inputs=(vectors(width=32),))  # validated
     assert "masked_scatter(value1, value2), x, first, depth.apply" in rewire.source(rewired, "1")
     assert [len(c.layout.dims.attention) for c in rewire.connections(rewired).values()] == [3] and not caplog.text
+
+
+class NormOverBatch(nn.BatchNorm1d):
+    """Over the channels of [batch, tokens, channels], as in PatchTST."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class BehindDropout(SeparatePreNorm):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.drop(self.ln_1(x)))
+        return x + self.mlp(self.ln_2(x))
+
+
+def behind_batch_norm(tracks: bool) -> nn.Module:
+    block = SeparatePreNorm()
+    block.ln_1 = NormOverBatch(WIDTH, track_running_stats=tracks)
+    return block
+
+
+SEPARATE = ["dca", "muddformer", "attnres:qkv=True"]
+
+
+@pytest.mark.parametrize("topology", SEPARATE)
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        (lambda: behind_batch_norm(True), r"'batch_norm' in 'layers\.0\.ln_1'"),
+        (lambda: BehindDropout(0.5), r"'dropout' in 'layers\.0\.drop'"),
+    ],
+)
+def test_what_changes_with_each_call_does_not_run_three_times(block: Any, name: str, topology: str) -> None:
+    """Each input would get its own mask, and statistics would be those of all three."""
+    model, message = Stack(block), f"{name} stands between the state and the projections"
+    with pytest.raises(UnsupportedTopology, match=message):
+        rewire.compile(model, topology, example_inputs=(vectors(),))
+    rewire.compile(model, "denseformer", example_inputs=(vectors(),))
+
+
+@pytest.mark.parametrize("topology", SEPARATE)
+@pytest.mark.parametrize("block", [lambda: behind_batch_norm(False), lambda: BehindDropout(0.0)])
+def test_norms_over_the_batch_and_dropout_of_nothing_may_run_three_times(block: Any, topology: str) -> None:
+    rewire.compile(Stack(block), topology, example_inputs=(vectors(),))
