@@ -166,8 +166,8 @@ class Depth(Calls, LeftOut):
                 f"'{entry.trunk}' and needs the stream that {giver}. Call the blocks in the model's order and hand on "
                 "what they return. What changes hidden states between blocks belongs in a forward hook of a block, or "
                 "has to happen on the inputs that the model is rewired with, too; of a model that was cut for pipeline "
-                "parallelism, call rewire.pipeline_stage on every stage."
-                f"{self.advice}"
+                "parallelism, call rewire.pipeline_stage on every stage. If the trunk's first block was deleted or "
+                f"replaced, rewire the changed model.{self.advice}"
             )
         cut = value.requires_grad and not torch.is_grad_enabled()
         if cut and (where := where_reentrant()):
@@ -181,7 +181,10 @@ class Depth(Calls, LeftOut):
         connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
-        return self._track(Live(begin(counted(value)), entry, value), norm)
+        stream = begin(counted(value))
+        if entry.read_below:
+            stream.shared.input = value
+        return self._track(Live(stream, entry, value), norm)
 
     def _check_beside(self, live: Live) -> None:
         """Check a tensor in place of the stream, beside it, as keys of a cache are beside queries.
@@ -214,7 +217,7 @@ class Depth(Calls, LeftOut):
             if live.overwritten:
                 raise self._overwritten(live)
             left.append(live)
-            if isinstance(live.source, Tensor) and live.entry is not None and live.entry.adds_none(live.stream):
+            if live.not_started:
                 return live.source
             return self._with_all_adds(live)
 

@@ -73,20 +73,22 @@ class LeftOut(OpenStreams):
         numbers = trunks or ((0,) if to == -1 else range(len(self.entries)))
         if all(entry is not self.entries[number] for number in numbers):
             return value
+        ends = to in (-1, len(live.stream.layout.units))
+        if ends and live.not_started and entry.cut_at != 0 and not live.unclear and not live.overwritten:
+            self.live.remove(live)
+            return live.source
         if to == -1:
             if live.stream.position == entry.cut_at or live.unclear:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
-            if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
-                self.live.remove(live)
-                return live.source
             live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
         elif to is not None:
             if live.stream.position >= live.first + to or live.unclear:
                 return value
             if live.overwritten:
                 raise self._overwritten(live)
+            live.skipped += live.first + to - live.stream.position
             live.stream = live.stream.skipped(live.first + to)
         elif live.stream.in_post:
             live.stream = live.stream.push(self._tensor(value))

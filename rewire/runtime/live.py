@@ -31,7 +31,7 @@ class Entry:
         adds: number of adds that a call makes, for each stream position at which the function may be called.
         ordered: whether each add has a fixed number among these, so that a call may skip some.
         outside: whether the function is also called outside of trunks, with plain tensors.
-        read_below: whether the stream begins in the function, but a function that it calls reads it first.
+        read_below: whether a function that it calls reads the stream first: until then, it is the trunk's input.
         branch_given: whether callers compute the first branch that the function adds, from the value that they read.
         runs_blocks: whether functions that it calls make all these adds, and know which ones they make: then
             a call may also pass those of blocks that were left out before it.
@@ -80,13 +80,6 @@ class Entry:
         found: Connection = getattr(getattr(owner, CONNECTIONS, None), name, self.connection)
         return found
 
-    def adds_none(self, stream: Stream) -> bool:
-        """Whether a call has made no add although the function holds the whole trunk: then the trunk did not start.
-
-        A recursive function may get the trunk's output in its last call, and return it.
-        """
-        return stream.position == 0 and self.adds.get(0) == len(stream.layout.units)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         """A copy, which refers to the trunk's owner only if that is copied, too."""
         held = self.held
@@ -127,6 +120,7 @@ class Live:
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
         parallel: these sums and branches, each with its version counter when the sum was made.
         replaced: what stood for the value before adds were skipped: other variables may still hold it.
+        skipped: number of adds that the function has left out.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: object = None) -> None:
@@ -144,6 +138,17 @@ class Live:
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self.parallel: list[tuple[Tensor, int | None]] = []
         self.replaced: list[Tensor] = []
+        self.skipped = 0
+
+    @property
+    def not_started(self) -> bool:
+        """Whether no add was made although the function holds the whole trunk: then the trunk does not start here.
+
+        A recursive function may get the trunk's output in its last call, and return it.
+        """
+        if self.entry is None or not isinstance(self.source, Tensor) or self.stream.position != self.skipped:
+            return False
+        return self.entry.adds.get(0) == len(self.stream.layout.units)
 
     @property
     def overwritten(self) -> bool:
@@ -201,8 +206,8 @@ class Live:
             value = stream.finish()
         elif entry is not None and position == entry.cut_at:
             value = stream.unread()
-        elif position == 0 and isinstance(self.source, Tensor) and entry is not None and entry.read_below:
-            value = self.source
+        elif position == 0 and entry is not None and entry.read_below and stream.shared.input is not None:
+            value = stream.shared.input
         elif norm is not None and not sites[position].reads_qkv:
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm

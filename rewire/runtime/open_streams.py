@@ -105,8 +105,7 @@ class OpenStreams:
         expected = ran if entry is None else entry.adds.get(live.start, ran)
         if not leaves and not stream.complete:
             layout.check_passes(stream.position, len(layout.units))
-        none = entry is not None and isinstance(live.source, Tensor) and entry.adds_none(stream)
-        told = none or (entry is not None and entry.ordered and not live.unclear)
+        told = live.not_started or (entry is not None and entry.ordered and not live.unclear)
         if entry is not None and ((ran > expected and not entry.runs_blocks) or (ran < expected and not told)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "

@@ -25,18 +25,20 @@ class Shared:
         ended: whether the trunk has made its output, and no block has run since.
         format: memory format that values have to get, if sums might have another than the model's hidden states: the
             model may take views of them, and random numbers are drawn in memory order.
+        input: the trunk's input, if functions may look at it before the first read.
         lent: values of streams that were read between blocks, each with its version counter then.
         known: tensors that the model knows and that may be part of a stream, each with its version counter when it
             gave or got them.
     """
 
-    __slots__ = ("ended", "format", "known", "learned", "lent", "recorded", "weights")
+    __slots__ = ("ended", "format", "input", "known", "learned", "lent", "recorded", "weights")
 
     def __init__(self, weights: object, learned: Mapping[str, Tensor] | None = None) -> None:
         self.weights, self.learned, self.recorded = weights, learned or {}, torch.is_grad_enabled()
         self.lent: list[tuple[Tensor, int | None]] = []
         self.known: list[tuple[weakref.ref[Tensor], int | None]] = []
         self.format: torch.memory_format | None = None
+        self.input: Tensor | None = None
         self.ended = False
 
     def know(self, value: Tensor) -> int | None:

@@ -216,6 +216,8 @@ class Stream(TensorLike):
         """
         if isinstance(self.held, Post):
             return self._out(self.held.sum)
+        if self.position == 0 and self.held is None and self.shared.input is not None:
+            return self.shared.input
         lasting = self.layout.topology.lasting(self.states)
         states = tuple([s if isinstance(s, Tensor) else s.viewed(lambda x: x) for s in lasting])
         apart = self._with(states, self.held)
@@ -499,6 +501,8 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
+        if self.position == 0 and self.shared.input is not None:
+            self.shared.input = None  # it has other dimensions: code before the first read gets what that reads
         lasting = self.layout.topology.lasting(self.states) if self.reading is None else self.states
         states = self.layout.viewed(lasting, view)
         return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))

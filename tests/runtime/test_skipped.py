@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -532,3 +533,119 @@ def test_a_last_block_that_adds_in_place_may_be_left_out() -> None:
     rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
     net.left_out = rewired.left_out = (2,)  # type: ignore[assignment]
     torch.testing.assert_close(rewired(x), net(x))
+
+
+# -- everywhere in the code that calls blocks --------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    """A block whose add may stand in the code around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.f(self.norm(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(self.norm(x)).tanh()
+
+
+class InIfs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(Branch() for _ in range(3)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        a, b, c = self.blocks
+        if keep[0]:
+            x = x + a.branch(x)
+        if keep[1]:
+            x = x + b.branch(x)
+        if keep[2]:
+            x = x + c.branch(x)
+        return self.norm(x)
+
+
+class InALoop(InIfs):
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        for kept, block in zip(keep, self.blocks, strict=True):
+            if kept:
+                x = x + block.branch(x)
+        return self.norm(x)
+
+
+class InAnExpression(InIfs):
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        for kept, block in zip(keep, self.blocks, strict=True):
+            x = x + block.branch(x) if kept else x
+        return self.norm(x)
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch() for _ in range(2))
+
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        for kept, block in zip(keep, self.blocks, strict=True):
+            if not kept:
+                continue
+            x = block(x)
+        return x
+
+
+class AddingStage(Stage):
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        for kept, block in zip(keep, self.blocks, strict=True):
+            if not kept:
+                continue
+            x = x + block.branch(x)
+        return x
+
+
+class InStages(nn.Module):
+    stage: type[nn.Module] = Stage
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages, self.norm = nn.ModuleList(self.stage() for _ in range(2)), nn.LayerNorm(WIDTH)
+        self.blocks = [block for stage in self.stages for block in stage.blocks]
+
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        for number, stage in enumerate(self.stages):
+            x = stage(x, keep[2 * number : 2 * number + 2])
+        return self.norm(x)
+
+
+class InStagesThatAdd(InStages):
+    stage = AddingStage
+
+
+class InStagesOneByOne(InStages):
+    def forward(self, x: Tensor, keep: tuple[bool, ...]) -> Tensor:
+        x = self.stages[0](x, keep[:2])
+        x = self.stages[1](x, keep[2:])
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("topology", ["denseformer", "grn-v1", "hc-static"])
+@pytest.mark.parametrize("net", [InIfs, InALoop, InAnExpression, InStages, InStagesThatAdd, InStagesOneByOne])
+def test_each_of_them_may_be_left_out(net: Any, topology: str) -> None:
+    """The first ones, too. Where none runs, the trunk does not start: its output is its input."""
+    plain, x = net(), vectors()
+    every = (True,) * len(plain.blocks)
+    rewired = shaken(rewire.compile(plain, topology, example_inputs=(x, every)), 0.2)
+    branches = [module for module in rewired.modules() if isinstance(module, Branch)]
+    for keep in itertools.product((True, False), repeat=len(every)):
+        left = rewired(x, keep)
+        if not any(keep):
+            torch.testing.assert_close(left, plain(x, keep))
+            continue
+        before = copy.deepcopy(rewired.state_dict())
+        for kept, branch in zip(keep, branches, strict=True):
+            for parameter in branch.f.parameters() if not kept else ():
+                parameter.data.zero_()
+        torch.testing.assert_close(left, rewired(x, every))
+        rewired.load_state_dict(before)

@@ -38,7 +38,7 @@ class Carriers:
         in_post: operations after an add from which the next state has yet to be made.
         begin: the call in which the stream starts.
         first: the block with which it starts, if that is another call: called alone, it begins a stream, too.
-        read_below: whether a function called by `begin` is the first to read the stream.
+        read_below: calls that get the stream before it is read first, in a function that they call.
         scopes: the calls, outermost first.
         entered: the calls whose functions are entered.
         times: functions -> how often they are called.
@@ -57,7 +57,7 @@ class Carriers:
         self.in_post: set[Op] = set()
         self._values()
         self.begin = self.first = self._beginning()
-        self.read_below = False
+        self.read_below: set[Scope] = set()
         self.scopes = dict.fromkeys(self._carriers())  # in order, with fast lookup
         self.times = collections.Counter((scope.path, scope.code) for scope in self.scopes)
         adding = {(scope.path, scope.code) for add in self.adds for scope in add.op.scope.outward()}
@@ -177,7 +177,8 @@ class Carriers:
             entered.add(home)
             if self.times[self.begin.path, self.begin.code] > 1:
                 self.first = home  # of its other calls, each would begin a stream, too
-            self.begin, self.read_below = home, True
+            self.read_below = {scope for scope in self.begin.chain()[:-1] if home.holds(scope)}
+            self.begin = home
         if not_run([self.flow], self.trunk):
             entered.add(home)  # blocks that run later will not return the stream, which is noticed there
         if self.trunk.loops and not _is_container(home):
@@ -212,9 +213,21 @@ class Carriers:
                 made = entry.place is not None and home.holds(entry.scope)  # else the model was given it
                 if made and within(self.sources.span(home, entry), span_of(loop)):
                     return False  # the loop makes the first state, too: the stream would begin in each iteration
-            return (first.path, first.code) in self.told or may_be_left_out(text, call)
+            below = [scope for scope in self.begin.chain() if first.holds(scope)]
+            return (
+                (first.path, first.code) in self.told
+                or may_be_left_out(text, call)
+                or any(
+                    self._loops_over(scope, called) for scope, called in itertools.pairwise(below) if not called.helper
+                )
+            )
         except EditError:
             return False
+
+    def _loops_over(self, scope: Scope, called: Scope) -> bool:
+        """Whether a function calls a module in a loop that may leave out its first iterations."""
+        text, call = self.sources.text(scope), self.sources.call(called)
+        return bool(loops_around(text, call)) and may_be_left_out(text, call)
 
     def _hands_on(self, scope: Scope) -> bool:
         """Whether a function only passes the stream on from block to block."""

@@ -266,7 +266,7 @@ class FunctionPlan:
         calls: for each trunk, the modules by which calls of the method are told apart -> number of adds before that.
         begins: where trunks begin in it: names of parameters, or the place of an expression.
         begins_inside: trunks that, in some calls, begin in a function that it calls.
-        read_below: trunks that begin in it, and whose first reader is a function that it calls.
+        read_below: trunks that it gets, or that begin in it, before a function that it calls is the first to read them.
         branch_given: trunks of which the first branch that it adds is computed before it is called, in some calls.
         norms: paths, below the module, of norms that follow a read, and why one cannot be fused.
         outside: for each trunk, whether some calls have no stream, in all flows.

@@ -173,7 +173,7 @@ class _Planner:
         names = self.carriers.brought(scope, value, start)
         if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
             return  # the stream starts at a later place
-        if scope is self.carriers.begin and self.carriers.read_below:
+        if scope in self.carriers.read_below:
             function.read_below.add(self.name)
         sums = {add.op for add in self.adds}
         for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first

@@ -29,12 +29,14 @@ def modules_run(
         function, and the module's path below the function's.
     """
     values = _looked_up_once(text, changed, inside)
+    methods = {place_of(*child.call) for child in flow.calls if child.call is not None and _is_method(child)}
     for at, runs in _runs(flow, scopes).items():
         call = next((node for node in text.nodes.get(at, ()) if isinstance(node, ast.Call)), None)
         if call is None or inside not in text.above(call) or any(path is None for _, path in runs):
             continue
         known = [(scope, path or "") for scope, path in runs]
-        for node in (_resolved(each, values) for each in (call.func, *call.args[:1])):  # the argument: checkpoint(f, x)
+        called = call.func.value if at in methods and isinstance(call.func, ast.Attribute) else call.func
+        for node in (_resolved(each, values) for each in (called, *call.args[:1])):  # the argument: checkpoint(f, x)
             used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             if _looks_up(node) and not used.isdisjoint(names) and used.isdisjoint(changed):
                 yield _element(node, known)
@@ -69,11 +71,15 @@ def module_of_call(
 
 
 def _runs(flow: Flow, scopes: Collection[Scope]) -> dict[Span, list[tuple[Scope, str | None]]]:
-    """Where modules are called: by which calls of the function, and their paths below its module (None: elsewhere)."""
+    """Where modules, or their methods, are called: by which calls of the function, and their paths below its module.
+
+    None: elsewhere.
+    """
     runs: dict[Span, list[tuple[Scope, str | None]]] = {}
     for child in flow.calls:
         scope = child.parent
-        if scope is not None and scope in scopes and child.call is not None and not (child.helper or child.bare):
+        runs_module = _is_method(child) or not (child.helper or child.bare)
+        if scope is not None and scope in scopes and child.call is not None and runs_module:
             above = f"{scope.path}." if scope.path else ""
             path = child.path.removeprefix(above) if child.path.startswith(above) else None
             runs.setdefault(place_of(*child.call), []).append((scope, path))
@@ -81,6 +87,11 @@ def _runs(flow: Flow, scopes: Collection[Scope]) -> dict[Span, list[tuple[Scope,
         if op.scope in scopes and op.leaf is not None and op.place is not None:
             runs.setdefault(place_of(*op.place), []).append((op.scope, op.name))
     return runs
+
+
+def _is_method(call: Scope) -> bool:
+    """Whether a call is one of a method, other than its forward, of another module than the caller's."""
+    return call.helper and call.module is not None and call.parent is not None and call.path != call.parent.path
 
 
 def _looked_up_once(text: Text, names: Set[str], inside: ast.AST) -> dict[str, ast.expr]:

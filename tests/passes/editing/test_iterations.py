@@ -89,9 +89,11 @@ def assert_right_without(rewired: nn.Module, skips: Sequence[tuple[int, ...]], b
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("way", BODIES)
 def test_skipped_iterations(way: str, topology: str, skip: tuple[int, ...]) -> None:
-    rewired = moved(rewire.compile(net_of(BODIES[way]), topology, example_inputs=(written_input(),)))
+    """Where all are, the trunk does not start."""
+    plain = net_of(BODIES[way])
+    rewired = moved(rewire.compile(plain, topology, example_inputs=(written_input(),)))
     x = written_input()
-    expected = without(rewired, x, *skip)
+    expected = without(plain if len(skip) == 3 else rewired, x, *skip)
     rewired.skip = skip
     torch.testing.assert_close(rewired(x), expected)
 
