@@ -589,6 +589,7 @@ class Stream(TensorLike):
                     "mixed and need one shape; pass trunks=[...] to leave this trunk out."
                     + " (Weights per channel need channels in a dimension of their own.)"
                     * self.layout.topology.needs_width
+                    + _OF_ONE * (expected[:1] == (1,) != branch.shape[:1])
                 )
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 
@@ -601,6 +602,10 @@ def is_earlier(stream: Stream, others: Iterable[Stream]) -> bool:
     return any(other.shared is stream.shared and other.position > stream.position for other in others)
 
 
+#: For a stream that begins with weights [1, ..]: in an example with a batch of one, they look like any other state.
+_OF_ONE = (
+    " The stream has a batch of one here, and the model adds a larger one to it: rewire it with a batch of two or more."
+)
 #: Number of dimensions of tensors in each channels-last memory format.
 _DIMS: dict[torch.memory_format, int] = {torch.channels_last: 4, torch.channels_last_3d: 5}
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import rewire
 from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.runtime.held import Reading
 from rewire.runtime.layout import Layout
@@ -309,3 +310,24 @@ def test_topologies_see_channels_last(dim: int, shape: tuple[int, ...]) -> None:
     assert {seen_shape[-1] for seen_shape in seen} == {8} and out.is_contiguous()
     with pytest.raises(WidthMismatch, match=r"'stages' was found to be 8 channels wide.*shape \(2, 7"):
         Stream.begin(torch.randn(2, 7, 7, 7), None, layout)
+
+
+class Queries(nn.Module):
+    """Learned queries, which the first add broadcasts over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.blocks = nn.Parameter(torch.randn(1, 5, 8)), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, memory: Tensor) -> Tensor:
+        x = self.queries
+        for block in self.blocks:
+            x = x + block(x + memory).tanh()
+        return x
+
+
+def test_an_example_with_a_batch_of_one_is_named_where_weights_are_broadcast() -> None:
+    rewired = rewire.compile(Queries(), "denseformer", example_inputs=(torch.randn(1, 5, 8),))
+    with pytest.raises(WidthMismatch, match="rewire it with a batch of two or more"):
+        rewired(torch.randn(3, 5, 8))
+    rewire.compile(Queries(), "denseformer", example_inputs=(torch.randn(2, 5, 8),))(torch.randn(3, 5, 8))
