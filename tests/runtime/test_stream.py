@@ -312,17 +312,26 @@ def test_topologies_see_channels_last(dim: int, shape: tuple[int, ...]) -> None:
         Stream.begin(torch.randn(2, 7, 7, 7), None, layout)
 
 
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, queries: Tensor, memory: Tensor) -> Tensor:
+        return queries + self.f(self.norm(queries) + memory).tanh()
+
+
 class Queries(nn.Module):
     """Learned queries, which the first add broadcasts over the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queries, self.blocks = nn.Parameter(torch.randn(1, 5, 8)), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.queries, self.blocks = nn.Parameter(torch.randn(1, 5, 8)), nn.ModuleList(Reader() for _ in range(3))
 
     def forward(self, memory: Tensor) -> Tensor:
         x = self.queries
         for block in self.blocks:
-            x = x + block(x + memory).tanh()
+            x = block(x, memory)
         return x
 
 

@@ -216,10 +216,14 @@ def _caller(call: _Call) -> Scope:
     return scope
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def _changes_with_each_call(op: Op) -> bool:
     """Whether what makes a tensor draws random numbers in training, or updates running statistics."""
     if op.leaf is not None:
-        kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+        kinds = (*_BATCH_NORMS, *_DROPOUTS)
         return any(isinstance(module, kinds) and getattr(module, "p", 1) for module in op.leaf.modules())
     args, kwargs = given(op)
     second = next(iter(args[1:]), None)
