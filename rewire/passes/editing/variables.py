@@ -72,7 +72,9 @@ def returned_calls(text: Text, calls: Sequence[Span]) -> list[Span]:
     nodes = [node for at in calls for node in text.nodes.get(at, []) if isinstance(node, ast.Call)]
     last = _statements(text, nodes)[-1:]
     found = [node for node in nodes if isinstance(text.statement(node), ast.Return) or [text.statement(node)] == last]
-    found = [node for node in found if not {*nodes} & {*text.above(node)} and not loops_around(text, node)]
+    found = [node for node in found if {*nodes}.isdisjoint(text.above(node))]
+    loops = (*_LOOPS, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+    found = [node for node in found if not any(isinstance(each, loops) for each in text.above(node))]
     return [span_of(node) for node in found if _nested_function(text, node) is None]
 
 

@@ -207,3 +207,33 @@ def test_exits_from_a_part_of_the_trunk(net: Any, topology: str) -> None:
     whole = rewired(x)
     early, whole = (out[0] if isinstance(out, tuple) else out for out in (early, whole))
     torch.testing.assert_close(early, whole)
+
+
+class Optional(nn.Module):
+    """As YOLO's bottlenecks, which some models make without shortcuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adds, self.f = True, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x).tanh() if self.adds else self.f(x)
+
+
+class Extended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Optional() for _ in range(3)), nn.Linear(4 * 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        states.extend(block(states[-1]) for block in self.blocks)
+        return self.out(torch.cat(states, -1))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "grn-v1"])
+def test_a_trunk_does_not_end_in_a_generator(topology: str) -> None:
+    x = vectors()
+    rewired = shaken(rewire.compile(Extended(), topology, example_inputs=(x,)), 0.1)
+    assert len(rewire.coefficients(rewired)) == 1
+    rewired(x).sum().backward()
