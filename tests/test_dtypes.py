@@ -35,6 +35,7 @@ def test_casts_leave_connection_weights_in_float32(model_type: str, cast: str) -
     assert float((expected.float() - actual.float()).norm() / expected.float().norm()) < tolerance
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("key", kinds_first(PRESERVING))
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_the_default_dtype_changes_nothing(key: str, default: torch.dtype) -> None:

@@ -84,6 +84,7 @@ def watched(model: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("before", [True, False])
@@ -102,6 +103,7 @@ def test_states_of_several_stacks(net: Any, before: bool, shown: bool, topology:
     torch.testing.assert_close(output, rewired(x)[0])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("net", [Unpacked, Later, Checkpointed])
@@ -162,6 +164,7 @@ class AddedForTheCaller(OfTheModule):
         return x
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("net", [OfTheModule, OfTheCaller, AddedForTheCaller])
 def test_what_others_hold_are_tensors(net: Any, topology: str) -> None:
@@ -239,6 +242,7 @@ HOLDERS = [
 ]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("net", "make", "read"), HOLDERS)
 def test_a_callers_container_stays_as_it_is(net: Any, make: Any, read: Any, topology: str) -> None:
@@ -252,6 +256,7 @@ def test_a_callers_container_stays_as_it_is(net: Any, make: Any, read: Any, topo
     rewired(held).sum().backward()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("net", "make", "read"), HOLDERS)
 def test_a_container_that_the_model_reads_again(net: Any, make: Any, read: Any, topology: str) -> None:

@@ -630,6 +630,7 @@ class InStagesOneByOne(InStages):
         return self.norm(x)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["denseformer", "grn-v1", "hc-static"])
 @pytest.mark.parametrize("net", [InIfs, InALoop, InAnExpression, InStages, InStagesThatAdd, InStagesOneByOne])
 def test_each_of_them_may_be_left_out(net: Any, topology: str) -> None:

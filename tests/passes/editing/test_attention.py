@@ -293,6 +293,7 @@ def behind_batch_norm(tracks: bool) -> nn.Module:
 SEPARATE = ["dca", "muddformer", "attnres:qkv=True"]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", SEPARATE)
 @pytest.mark.parametrize(
     ("block", "name"),
@@ -309,6 +310,7 @@ def test_what_changes_with_each_call_does_not_run_three_times(block: Any, name: 
     rewire.compile(model, "denseformer", example_inputs=(vectors(),))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", SEPARATE)
 @pytest.mark.parametrize("block", [lambda: behind_batch_norm(False), lambda: BehindDropout(0.0)])
 def test_norms_over_the_batch_and_dropout_of_nothing_may_run_three_times(block: Any, topology: str) -> None:

@@ -196,6 +196,7 @@ class OfOneBlock(Parts):
         return self.norm(self.last.blocks[1](x, upto == 1))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "grn-v1"])
 @pytest.mark.parametrize("net", [Parts, Returned, ReturnedByAHelper, Inside, Unpacked, Attributes, Items, OfOneBlock])
 def test_exits_from_a_part_of_the_trunk(net: Any, topology: str) -> None:
