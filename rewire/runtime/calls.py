@@ -58,20 +58,13 @@ class Calls(OpenStreams):
 
         alone = [self.entries[number].trunk for number in read]
 
+        def stream_of(value: object) -> Any:
+            return self._stream_of(value, alone)
+
         def call(*args: object, **kwargs: object) -> Any:
             ended = self._ended(args, kwargs)
-            put: list[tuple[object, object]] = []
-
-            def stream_of(value: object) -> Any:
-                stream = self._stream_of(value, alone)
-                put.append((stream, value))
-                return stream
-
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
-            containers = [given for given in (*args, *kwargs.values()) if is_container(given)]
-            if containers:
-                _given_back(containers, put, result)
-                self._taken_up(containers, norm, post, kept)
+            self._taken_up([given for given in (*args, *kwargs.values()) if is_container(given)], norm, post, kept)
             for part in tensors_and_streams(result) if ended else ():
                 if isinstance(part, Stream) and part.layout.trunk in ended:
                     raise part.layout.other_passes()
@@ -182,21 +175,6 @@ class Calls(OpenStreams):
 
 
 only_inlined(Calls)  # so that writes are counted behind a graph break
-
-
-def _given_back(containers: list[Any], put: Sequence[tuple[object, object]], result: object) -> None:
-    """Put values back for the streams that a call has left where they were in containers, and that ended or went on."""
-    made = [part for part in tensors_and_streams((result, containers)) if isinstance(part, Stream)]
-
-    def value_of(item: object) -> Any:
-        if isinstance(item, Stream):
-            went_on = any(part.shared is item.shared and part is not item for part in made)
-            for stream, value in put if went_on or item.shared.ended else ():
-                if stream is item:
-                    return value
-        return item
-
-    mapped(containers, value_of)
 
 
 def _may_end(live: Live, *called: object) -> bool:

@@ -64,7 +64,8 @@ class Depth(Calls, LeftOut):
 
         Args:
             value: a stream; a tensor with which a trunk starts; or a container or dataclass with these in it, which is
-                changed in place, and gets the stream back when the function returns (`leave`).
+                changed in place. When the function returns (`leave`), it gets the stream back in place of its value,
+                and what was there before in place of values that the function has left alone.
             norm: the norm that reads the value first, to be computed together with it.
             trunk: number, among the function's, of the trunk that starts here, if one does.
             post: whether the function makes the next state of what comes in (`push`). If not, a sum that comes in is

@@ -39,6 +39,24 @@ class Stack(nn.Module):
         return x, states
 
 
+class Whole(nn.Module):
+    """A `Stack` that runs all of its blocks, and only passes on what they return."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before, self.blocks = before, nn.ModuleList(PreNorm(8) for _ in range(2))
+
+    def forward(self, x: Tensor, collect: bool = False) -> tuple[Tensor, list[Tensor]]:
+        states = []
+        for block in self.blocks:
+            if collect and self.before:
+                states.append(x)
+            x = block(x)
+            if collect and not self.before:
+                states.append(x)
+        return x, states
+
+
 class Unpacked(nn.Module):
     """Its stacks are one trunk."""
 
@@ -53,6 +71,14 @@ class Unpacked(nn.Module):
         return x, first + second + last
 
 
+class ExitsAtTheEnd(Unpacked):
+    """Only its last stack leaves out blocks."""
+
+    def __init__(self, before: bool = False) -> None:
+        super().__init__(before)
+        self.first, self.second = Whole(before), Whole(before)
+
+
 class Later(Unpacked):
     def forward(self, x: Tensor, collect: bool = False, upto: int = 2) -> tuple[Tensor, list[Tensor]]:
         out = self.first(x, collect)
@@ -61,6 +87,18 @@ class Later(Unpacked):
         x, second = out
         out = self.last(x, collect, upto)
         x, last = out
+        return x, first + second + last
+
+
+class OfWholes(nn.Module):
+    def __init__(self, before: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Whole(before), Whole(before), Whole(before)
+
+    def forward(self, x: Tensor, collect: bool = False) -> tuple[Tensor, list[Tensor]]:
+        x, first = self.first(x, collect)
+        x, second = self.second(x, collect)
+        x, last = self.last(x, collect)
         return x, first + second + last
 
 
@@ -88,7 +126,7 @@ def watched(model: nn.Module) -> Iterator[list[Tensor]]:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("net", [Unpacked, Later, Checkpointed])
+@pytest.mark.parametrize("net", [Unpacked, Later, Checkpointed, OfWholes])
 def test_states_of_several_stacks(net: Any, before: bool, shown: bool, topology: str) -> None:
     x = vectors()
     rewired = shaken(rewire.compile(net(before).eval(), topology, example_inputs=(x, shown)), 0.1)
@@ -106,7 +144,7 @@ def test_states_of_several_stacks(net: Any, before: bool, shown: bool, topology:
 @pytest.mark.each_once
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("net", [Unpacked, Later, Checkpointed])
+@pytest.mark.parametrize("net", [Unpacked, Later, Checkpointed, ExitsAtTheEnd])
 def test_an_early_exit_from_the_last_stack(net: Any, before: bool, topology: str) -> None:
     x = vectors()
     rewired = shaken(rewire.compile(net(before).eval(), topology, example_inputs=(x,)), 0.1)
@@ -122,7 +160,8 @@ def test_an_early_exit_from_the_last_stack(net: Any, before: bool, topology: str
     expected, states_of_all = rewired(x, True)
     expected.sum().backward()
     torch.testing.assert_close(output, expected)
-    for state, wanted in zip(states[before:4], states_of_all[before:4], strict=True):
+    end = 5 if before else 4
+    for state, wanted in zip(states[before:end], states_of_all[before:end], strict=True):
         torch.testing.assert_close(state, wanted)
     for name, parameter in rewired.first.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
@@ -263,6 +302,33 @@ def test_a_container_that_the_model_reads_again(net: Any, make: Any, read: Any, 
     x = vectors()
     rewired = shaken(rewire.compile(ReadsItAgain(net(), make, read), topology, example_inputs=(x,)), 0.1)
     assert torch.equal(rewired(x)[1], x)
+
+
+class EndsInAHelper(nn.Module):
+    """The helper takes a dict, and returns what the trunk ends with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(PreNorm(8) for _ in range(2)), nn.LayerNorm(8)
+        self.mlp = nn.Linear(8, 8)
+
+    def run(self, held: dict[str, Tensor]) -> Tensor:
+        x = held["x"]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = {"x": x + self.mlp(self.norm(x)).tanh()}
+        return torch.cat([self.run(held), held["x"]], -1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_trunk_that_ends_in_a_helper(topology: str) -> None:
+    """The dict keeps the state that it had. Compared as below."""
+    x = vectors()
+    rewired = rewire.compile(EndsInAHelper(), topology, example_inputs=(x,))
+    rewired(x).sum().backward()
 
 
 class Halves(nn.Module):
