@@ -127,7 +127,8 @@ class Calls(OpenStreams):
     ) -> Any:
         """A function's result, with values in place of streams."""
         earlier = [(self.entries[trunk].trunk, at(result, item)) for trunk, item in kept]
-        streams = [part for part in tensors_and_streams(result) if isinstance(part, Stream)]
+        alone = isinstance(result, (Tensor, Stream))
+        streams = [] if alone else [part for part in tensors_and_streams(result) if isinstance(part, Stream)]
         values: dict[int, Tensor] = {}  # by a stream's id: if it is returned twice, its value is one tensor
 
         def value_of(item: object) -> Any:
@@ -135,7 +136,7 @@ class Calls(OpenStreams):
                 return item
             if any(item is state and item.layout.trunk == trunk for trunk, state in earlier):
                 return item.value()
-            if item.shared.ended or (len(streams) > 1 and is_earlier(item, streams)):
+            if item.shared.ended or is_earlier(item, streams):
                 return item.value()  # the model has collected it
             if id(item) not in values:
                 values[id(item)] = taken(item if post else item.settled())

@@ -124,7 +124,7 @@ class Depth(Calls, LeftOut):
         if not isinstance(stream.held, (Reading, Post)):
             stream.check_recorded()
         if stream.shared.ended and not stream.complete:
-            stream.shared.end(False)
+            stream.shared.run_again()
         entry = self._entry(stream)
         if entry is not None and before:
             owner, module = looked_up(*before)
@@ -223,8 +223,10 @@ class Depth(Calls, LeftOut):
             return self._with_all_adds(live)
 
         def given_back(item: object) -> Any:
-            of = stream_of(item)  # if the state is another one by now, the function has left this item alone
-            return next((before for own, before in self.put if own is item), item) if of is item else of
+            stream = stream_of(item)
+            if stream is not item:
+                return stream
+            return next((before for own, before in self.put if own is item), item)  # the function has left it alone
 
         result = mapped(result, stream_of)
         dicts, others = ([held for held in self.held if isinstance(held, dict) is of] for of in (True, False))

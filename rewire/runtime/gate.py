@@ -81,15 +81,15 @@ class Gate:
         entries = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
         parts = [part for part in tensors_and_streams(value) if isinstance(part, Stream)]
         going_on = [part for part in parts if part.layout.trunk in entries and not part.shared.ended]
-        outputs: list[tuple[Stream, Stream | Tensor]] = []
-        for stream in going_on:
-            if is_earlier(stream, going_on):
-                continue
-            known = [output for newest, output in outputs if newest.shared is stream.shared]
-            outputs.append((stream, known[0] if known else _output(stream, entries[stream.layout.trunk].cut_at)))
+        newest = [part for part in going_on if not is_earlier(part, going_on)]
+        # By forward: a stream that is there twice has one output.
+        outputs: dict[int, Stream | Tensor] = {}
+        for stream in newest:
+            if id(stream.shared) not in outputs:
+                outputs[id(stream.shared)] = _output(stream, entries[stream.layout.trunk].cut_at)
 
-        def output_of(item: object) -> Any:
-            return next((output for stream, output in outputs if stream is item), item)
+        def output_of(item: Any) -> Any:
+            return outputs[id(item.shared)] if any(item is part for part in newest) else item
 
         return mapped(value, output_of)
 

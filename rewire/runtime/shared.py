@@ -61,10 +61,15 @@ class Shared:
             self.lent = []
         return any(is_written(value, before) for value, before in lent)
 
-    def end(self, ended: bool = True) -> None:
-        """Note that the trunk has made its output; or that blocks run, perhaps again, as checkpoints do in backward."""
-        if self.ended is not ended and not (torch.compiler.is_compiling() and in_higher_order()):
-            self.ended = ended
+    def end(self) -> None:
+        """Note that the trunk has made its output."""
+        if not (torch.compiler.is_compiling() and in_higher_order()):
+            self.ended = True
+
+    def run_again(self) -> None:
+        """Note that a block runs behind the end: a checkpoint runs it once more in backward."""
+        if not (torch.compiler.is_compiling() and in_higher_order()):
+            self.ended = False
 
 
 only_inlined(Shared)  # so that writes are counted behind a graph break

@@ -19,28 +19,8 @@ import rewire
 TOPOLOGIES = ["ancre-ingoing", "hc-static", "grn-v1", "x0-lambdas"]
 
 
-class Stack(nn.Module):
-    """It returns the states before or behind its blocks, if asked for them, and may leave out the last ones."""
-
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        self.before, self.blocks = before, nn.ModuleList(PreNorm(8) for _ in range(2))
-
-    def forward(self, x: Tensor, collect: bool = False, upto: int = 2) -> tuple[Tensor, list[Tensor]]:
-        states = []
-        for number, block in enumerate(self.blocks):
-            if number >= upto:
-                break
-            if collect and self.before:
-                states.append(x)
-            x = block(x)
-            if collect and not self.before:
-                states.append(x)
-        return x, states
-
-
 class Whole(nn.Module):
-    """A `Stack` that runs all of its blocks, and only passes on what they return."""
+    """It returns the states before or behind its blocks, if asked for them."""
 
     def __init__(self, before: bool) -> None:
         super().__init__()
@@ -49,6 +29,22 @@ class Whole(nn.Module):
     def forward(self, x: Tensor, collect: bool = False) -> tuple[Tensor, list[Tensor]]:
         states = []
         for block in self.blocks:
+            if collect and self.before:
+                states.append(x)
+            x = block(x)
+            if collect and not self.before:
+                states.append(x)
+        return x, states
+
+
+class Stack(Whole):
+    """It may leave out its last blocks."""
+
+    def forward(self, x: Tensor, collect: bool = False, upto: int = 2) -> tuple[Tensor, list[Tensor]]:
+        states = []
+        for number, block in enumerate(self.blocks):
+            if number >= upto:
+                break
             if collect and self.before:
                 states.append(x)
             x = block(x)

@@ -45,5 +45,5 @@ def test_the_end_is_noted() -> None:
     assert not shared.ended
     shared.end()
     assert shared.ended
-    shared.end(False)
+    shared.run_again()
     assert not shared.ended

@@ -22,14 +22,21 @@ from rewire.passes.editing.carriers import Carriers
 from rewire.passes.editing.edits import FunctionPlan, Iteration, Reach
 from rewire.passes.editing.ends import ends
 from rewire.passes.editing.told import modules_run
-from rewire.passes.editing.variables import assigned, bound_before, kept_in, loops_around, names_behind
+from rewire.passes.editing.variables import (
+    COMPREHENSIONS,
+    assigned,
+    bound_before,
+    kept_in,
+    loops_around,
+    names_behind,
+)
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Scope
 
 #: Statements around an add in a loop's body.
 _STATEMENTS = (ast.If, ast.With, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 #: Expressions that may leave out a part of themselves, or run it at another time.
-_BRANCHING = (ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+_BRANCHING = (ast.BoolOp, ast.Lambda, *COMPREHENSIONS)
 
 
 def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:

@@ -529,22 +529,24 @@ class _Planner:
         except EditError:
             return
         last = behind(function.text, calls)
-        if last is not None and home in entered and not self._may_leave_out(home):
-            return  # all of them run
-        if last is not None:
+        if last is None:
+            left_out = [at for at in returned_calls(function.text, calls) if self._may_leave_out(inside[at])]
+            self._put_around(function, left_out)
+        elif home not in entered or self._may_leave_out(home):  # else all of them run
             function.adds.setdefault(self.name, {})
             trunks = (function.trunks.index(self.name),)
             function.put(("reach", last[0]), Reach(*last, trunks))
             for at, names in ended(function.text, calls, last[1]):
                 function.put(("reach before", at), Reach(at, names, trunks, before=True))
-            return
-        for at in returned_calls(function.text, calls):
-            if self._may_leave_out(inside[at]):
-                function.adds.setdefault(self.name, {})
-                function.put(("reach", at), Reach(at, (), (function.trunks.index(self.name),), called=True))
-                through = function.edits.get(("through", at))
-                if isinstance(through, Through):
-                    function.edits["through", at] = dataclasses.replace(through, last=False)
+
+    def _put_around(self, function: FunctionPlan, calls: Sequence[Span]) -> None:
+        """Let calls check this whose results get no name."""
+        for at in calls:
+            function.adds.setdefault(self.name, {})
+            function.put(("reach", at), Reach(at, (), (function.trunks.index(self.name),), called=True))
+            through = function.edits.get(("through", at))
+            if isinstance(through, Through):  # it sees values, not streams
+                function.edits["through", at] = dataclasses.replace(through, last=False)
 
     def _may_leave_out(self, scope: Scope) -> bool:
         """Whether a function may leave out some of its adds and blocks, or one that it calls may."""
@@ -552,7 +554,7 @@ class _Planner:
         own = [add.op for add in self.adds if add.op.scope is scope]
         places = [place_of(*at) for at in (*(child.call for child in inside), *(op.place for op in own)) if at]
         try:
-            text = self.sources.plan(scope).text
+            text = self.sources.text(scope)
         except EditError:
             return True
         return is_conditional(text, places) or any(map(self._may_leave_out, inside))

@@ -73,7 +73,7 @@ def module_of_call(
 def _runs(flow: Flow, scopes: Collection[Scope]) -> dict[Span, list[tuple[Scope, str | None]]]:
     """Where modules, or their methods, are called: by which calls of the function, and their paths below its module.
 
-    None: elsewhere.
+    The path of one that is not below it is None.
     """
     runs: dict[Span, list[tuple[Scope, str | None]]] = {}
     for child in flow.calls:

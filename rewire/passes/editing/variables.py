@@ -73,8 +73,8 @@ def returned_calls(text: Text, calls: Sequence[Span]) -> list[Span]:
     last = _statements(text, nodes)[-1:]
     found = [node for node in nodes if isinstance(text.statement(node), ast.Return) or [text.statement(node)] == last]
     found = [node for node in found if {*nodes}.isdisjoint(text.above(node))]
-    loops = (*_LOOPS, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
-    found = [node for node in found if not any(isinstance(each, loops) for each in text.above(node))]
+    again = (*_LOOPS, *COMPREHENSIONS)
+    found = [node for node in found if not any(isinstance(each, again) for each in text.above(node))]
     return [span_of(node) for node in found if _nested_function(text, node) is None]
 
 
@@ -386,6 +386,8 @@ def assigned(text: Text, node: ast.AST) -> str | None:
 
 _IFS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
+#: Expressions that evaluate a part of themselves again.
+COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
 
 
 def is_conditional(text: Text, places: Sequence[Span], loops: bool = True) -> bool:
