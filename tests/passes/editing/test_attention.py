@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -315,3 +316,18 @@ def test_what_changes_with_each_call_does_not_run_three_times(block: Any, name: 
 @pytest.mark.parametrize("block", [lambda: behind_batch_norm(False), lambda: BehindDropout(0.0)])
 def test_norms_over_the_batch_and_dropout_of_nothing_may_run_three_times(block: Any, topology: str) -> None:
     rewire.compile(Stack(block), topology, example_inputs=(vectors(),))
+
+
+@pytest.mark.parametrize(
+    ("block", "refused"),
+    [
+        (lambda: behind_batch_norm(True), True),
+        (lambda: BehindDropout(0.5), True),
+        (lambda: behind_batch_norm(False), False),
+        (lambda: BehindDropout(0.0), False),
+    ],
+)
+def test_the_same_without_inputs(block: Any, refused: bool) -> None:
+    """Then modules of torch are not looked into."""
+    with pytest.raises(UnsupportedTopology, match="stands between") if refused else contextlib.nullcontext():
+        rewire.compile(Stack(block), "dca")
