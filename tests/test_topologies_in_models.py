@@ -549,3 +549,69 @@ def test_plots_of_its_matrix(key: str, tmp_path: Path) -> None:
     for plot in (plot_heatmap, plot_arcs):
         plot(tables, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+class Mixer(nn.Module):
+    """Mixes positions, then channels, and turns its state for it, or the branch alone."""
+
+    def __init__(self, turns_state: bool) -> None:
+        super().__init__()
+        self.turns_state = turns_state
+        self.across = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6))
+        self.within = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.turns_state:
+            x = x.transpose(1, 2)
+            x = x + self.across(x)
+            x = x.transpose(1, 2)
+        else:
+            x = x + self.across(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.within(x)
+
+
+@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
+def test_a_state_that_is_turned_to_mix_positions(key: str) -> None:
+    x, found = torch.randn(2, 6, 8), []
+    name, options = EVERY[key]
+    start = "paper" if key in NOT_PRESERVING else "preserve"
+    nets = [nn.Sequential(*(Mixer(turns) for _ in range(3))) for turns in (False, True)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    if rewire.topologies.make_topology(name, options).needs_width:
+        with pytest.raises(rewire.UnsupportedTopology, match="have their channels in dimension -"):
+            compiled(nets[1], key, example_inputs=(x,), start=start)
+        return
+    for net in nets:
+        model = mixed(net, key, example_inputs=(x,), granularity="sublayer")
+        model(x).sin().sum().backward()
+        found.append(all_gradients(model))
+    assert_close(*found, 2e-4)
+
+
+class Stage(nn.Module):
+    """Takes its states in rows of its own width, without weights that change the width."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.width, self.blocks = width, nn.Sequential(*(PreNorm(width) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x.reshape(len(x), -1, self.width))
+
+
+@pytest.mark.parametrize(
+    ("stages", "trunks"),
+    [
+        (((16, 2), (8, 2), (4, 3)), ["0.blocks", "1.blocks", "2.blocks"]),
+        (((16, 2), (8, 2), (16, 2)), ["0.blocks", "1.blocks", "2.blocks"]),
+        (((16, 2), (8, 1), (16, 2)), ["0.blocks", "1.blocks.0", "2.blocks"]),
+    ],
+)
+@pytest.mark.parametrize("key", FEW)
+def test_stages_of_other_widths_behind_views(key: str, stages: tuple[tuple[int, int], ...], trunks: list[str]) -> None:
+    x = torch.randn(2, 3, 16)
+    net = nn.Sequential(*(Stage(width, depth) for width, depth in stages))
+    assert [trunk.name for trunk in rewire.inspect(net, example_inputs=(x,)).trunks] == trunks
+    model = compiled(net, key, example_inputs=(x,), start="paper" if key in NOT_PRESERVING else "preserve")
+    homes = [module for name, module in model.named_modules() if name.endswith("depth_connections")]
+    assert sum(len([*home.children()]) for home in homes) == len(trunks)

@@ -556,7 +556,7 @@ def _with_one_channel_dim(chain: Chain, sites: list[Site]) -> list[Site]:
     for site, shape in zip(sites, shapes, strict=True):
         alike = [s.channel_dim for s, other in zip(sites, shapes, strict=True) if s.width and other == shape]
         said = sorted(alike, key=alike.count, reverse=True) or [site.channel_dim]
-        dim = next((dim for dim in said if shape[dim] == width), said[0])  # type: ignore[index]
+        dim = next((dim for dim in (*said, *range(-len(shape), 0)) if shape[dim] == width), said[0])  # type: ignore
         agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
     for count in (_from_the_end, _from_the_front):
         dims = {count(site.channel_dim, len(shape)) for site, shape in zip(agreed, shapes, strict=True)}  # type: ignore[arg-type]
@@ -613,7 +613,7 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     while name in taken:
         name += "'"
     units, owner = _units(flow, chain, sites, above), _owner(flow, chain, sites)
-    return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_turned(chain, sites))
+    return Trunk(name, tuple(sites), units, owner, loops_in(chain.adds), are_turned(chain.adds, chain.passages, sites))
 
 
 def _units(flow: Flow, chain: Chain, sites: Sequence[Site], above: Sequence[str]) -> tuple[int, ...]:

@@ -13,7 +13,10 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from types import CodeType
 from typing import TypeAlias
 
+import torch
+
 from rewire.passes.finding.adds import TURNS, Add, between, keeps_values, residual_adds, size_of
+from rewire.passes.finding.channels import channels_of
 from rewire.passes.finding.cuts import are_cut
 from rewire.passes.finding.flow import Flow, Op, Place, Scope, around, reached
 from rewire.trunk import Loops
@@ -74,7 +77,8 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
     rows = _by_levels(rows)
     rejected.update(dict.fromkeys({*adds}.difference(*rows), LONG))
     rows = [piece for row in rows for piece in _cut(flow, row, restart)]
-    linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
+    rows = [piece for row in rows for part in _passes(row, rows) for piece in _by_width(flow, part)]
+    linked = [chain for row in rows for chain in _rows(row)]
     sums = {add.op for chain in linked for add in chain.adds}
     for chain in linked:
         _close(flow, chain, sums)
@@ -121,6 +125,22 @@ def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> lis
         ends += [n] if any(not state.isdisjoint(ops) for ops in given) else []
     parts = [row[start:end] for start, end in itertools.pairwise((*ends, len(row)))]
     return parts if all(len(part) > 1 for part in parts) else [row]
+
+
+def _by_width(flow: Flow, row: list[Add]) -> list[list[Add]]:
+    """A row, cut between stages where a view gives the states another width: they have no channels in common."""
+    widths: dict[torch.Size | None, set[int | None]] = {add.shape: set() for add in row}
+    if len(widths) > 1:
+        for add in row:
+            widths[add.shape].add(channels_of(flow, add)[0])
+    pairs = enumerate(itertools.pairwise(row), start=1)
+    ends = [n for n, (add, following) in pairs if _are_apart(widths[add.shape], widths[following.shape])]
+    parts = [row[start:end] for start, end in itertools.pairwise((0, *ends, len(row)))]
+    return parts if any(len(part) > 1 for part in parts) else [row]
+
+
+def _are_apart(widths: Set[int | None], others: Set[int | None]) -> bool:
+    return bool(widths - {None}) and bool(others - {None}) and widths.isdisjoint(others)
 
 
 def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:

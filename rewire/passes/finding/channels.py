@@ -16,7 +16,6 @@ from torch import nn
 
 from rewire.conventions import NORM, is_norm
 from rewire.passes.finding.adds import CASTS, TURNS, Add
-from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import ELEMENTWISE, Flow, Op, given
 from rewire.passes.finding.graphs import attribute_at
 from rewire.trunk import Site
@@ -144,9 +143,9 @@ def _turned(op: Op, source: Op, dim: int) -> int | None:
     return dim if op.shape == source.shape else None
 
 
-def are_turned(chain: Chain, sites: Sequence[Site]) -> bool:
+def are_turned(adds: Sequence[Add], passages: Sequence[Sequence[Op]], sites: Sequence[Site]) -> bool:
     """Whether views between two adds move the channels to another dimension and back, with no add in between."""
-    for add, passage, site in zip(chain.adds[1:], chain.passages[1:], sites[1:], strict=True):
+    for add, passage, site in zip(adds[1:], passages[1:], sites[1:], strict=True):
         sizes, wanted = add.shape, site.channel_dim
         dim: int | None = None if sizes is None else wanted - len(sizes) * (wanted >= 0)
         for op in reversed(passage):
