@@ -188,7 +188,7 @@ class _Planner:
             brought = Parameter(name, number, norm, post=post, item=item, told=told)
             function.put(("parameter", name, number), brought)
         if not names:
-            if value is None or not scope.holds(value.scope):
+            if value is None or not (value.parameter or scope.holds(value.scope)):
                 raise EditError(
                     f"the residual stream does not enter {function.text.where()} as an argument, or in a tuple, list, "
                     "dict or dataclass that is an argument: it is read from another object. Pass it as a tensor, and "
@@ -307,7 +307,7 @@ class _Planner:
         """The parameters, or the expression, at which the trunk starts."""
         if names:
             return tuple(names)
-        return self.sources.span(scope, value) if scope.holds(value.scope) else None
+        return self.sources.span(scope, value) if value.parameter or scope.holds(value.scope) else None
 
     def _starts(self, function: FunctionPlan, place: object) -> bool:
         """Note where the trunk starts in a function. If two calls of it differ, the later place counts.

@@ -162,6 +162,8 @@ class Sources:
 
     def span(self, scope: Scope, op: Op) -> Span:
         """The expression of ``scope`` that ``op`` is part of."""
+        if op.parameter:
+            return self._read_of(op, scope)
         inner: Scope = op.scope
         place: Place | None = op.place
         while inner is not scope:
@@ -181,6 +183,20 @@ class Sources:
                 "wrapper, say): write it there"
             )
         return place_of(*place)
+
+    def _read_of(self, weight: Op, scope: Scope) -> Span:
+        """The expression of ``scope`` that reads a parameter: ``self.queries``."""
+        text, path = self.text(scope), f"{scope.path}." if scope.path else ""
+        receiver = scope.code.co_varnames[0] if scope.code is not None and scope.code.co_argcount else ""
+        name = f"{receiver}.{weight.parameter.removeprefix(path)}"
+        reads = [node for node in ast.walk(text.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == name]
+        if len(reads) != 1:
+            how = f"reads {len(reads)} times" if reads else "does not read as an attribute"
+            raise EditError(
+                f"the residual stream starts with '{weight.parameter}', which the code at {text.where()} {how}: read "
+                f"it once, into a variable (`x = {name}`)"
+            )
+        return span_of(reads[0])
 
     def plan(self, scope: Scope) -> FunctionPlan:
         """The plan of a call's function, which all its calls share."""

@@ -93,12 +93,11 @@ class _Read:
 class _Script:
     """What happens to the streams in a run, by the keys of operations and calls.
 
-    Attributes:
-        trunks: for each pass of a stream through a trunk, the trunk's name and layout.
-        steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
-        starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
-        returned: call -> number of the pass that starts with what it returns, and the index of the tensor in that.
-        reads: the separate reads of each pass.
+       Attributes:
+           trunks: for each pass of a stream through a trunk, the trunk's name and layout.
+           steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
+           starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
+    X    reads: the separate reads of each pass.
     """
 
     def __init__(self, found: Finding, layouts: Mapping[str, Layout], patterns: Sequence[Pattern]) -> None:
@@ -106,6 +105,7 @@ class _Script:
         self.steps: dict[_Key, list[tuple[int, str, int]]] = {}
         self.starts: dict[_Key, list[tuple[int, str, int]]] = {}
         self.returned: dict[_Key, list[tuple[int, int]]] = {}
+        self.weights: dict[_Key, dict[str, list[int]]] = {}
         self.reads: list[list[_Read]] = []
         self._flow = found.flow
         self._keys = dict(_numbered((op, (op.scope.path, op.place, op.name)) for op in found.flow))
@@ -147,6 +147,9 @@ class _Script:
             return
         brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)
         made_here = scope.holds(entry.scope) and entry.place is not None  # not an input of the model
+        if entry.parameter and brought is None:
+            self.weights.setdefault(keys[scope], {}).setdefault(entry.parameter, []).append(number)
+            return
         if made_here or brought is None:
             self._put(entry, number, "start")
             return
@@ -220,6 +223,8 @@ class _Wiring(Recorder):
             that they replace; and the path of the projection at which to stop.
         met: keys of all values in the arguments of that call.
         written: the target of an in-place addition, and its value before.
+        named: parameters and buffers.
+        started: number of a pass -> the first state that it made of one of these.
         under_way: for each running call, its key, the number of operations before it, its arguments, and the states
             in these with which streams start, each with the tensor in whose place it is.
     """
@@ -242,6 +247,8 @@ class _Wiring(Recorder):
         self.met: set[_Key] = set()
         self.under_way: list[tuple[_Key, int, Inputs, list[tuple[Tensor, Tensor]]]] = []
         self.replaced: list[Tensor] = []
+        self.named = dict((*model.named_parameters(), *model.named_buffers()))
+        self.started: dict[int, Tensor] = {}
         self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Tensor, Tensor] | None = None
 
@@ -253,7 +260,8 @@ class _Wiring(Recorder):
         return op
 
     def __torch_function__(self, func: _Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs, count = kwargs or {}, len(self.ops)
+        args, kwargs = self._with_starts(args, kwargs or {})
+        count = len(self.ops)
         _keep_activations()
         name, self.written = getattr(func, "__name__", ""), None
         if name in ("add_", "__iadd__"):  # the target may be a branch's output
@@ -262,6 +270,21 @@ class _Wiring(Recorder):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if in_place else contextlib.nullcontext():
             result = super().__torch_function__(func, types, args, kwargs)  # `_in_place_of` may write to the result
         return self._happened(count, result, func, args, kwargs)
+
+    def _with_starts(self, args: Args, kwargs: Kwargs) -> Inputs:
+        """Arguments, with first states in place of the parameters and buffers with which streams start in this call."""
+        starts = self.script.weights.get(self.under_way[-1][0], {}) if self.under_way else {}
+        for name, passes in starts.items():
+            weight = self.named[name]
+            if any(item is weight for item in tensors_and_streams((args, kwargs))):
+                number = next((number for number in passes if not self.passes[number].complete), passes[-1])
+                if number not in self.started:
+                    self.started[number] = weight  # which the formulas read
+                    self.started[number] = self.passes[number].start(weight)
+                    self.known[id(self.started[number])] = self._op(weight)
+                new = self.started[number]
+                args, kwargs = mapped((args, kwargs), lambda item: new if item is weight else item, fresh=True)  # noqa: B023
+        return args, kwargs
 
     def _left(self, module: nn.Module, args: Args, output: object) -> Any:
         count, scope = len(self.ops), self.stack[-1]  # including those in the module
@@ -354,6 +377,7 @@ class _Wiring(Recorder):
         return pytree.tree_map(lambda item: new if item is own else item, result)
 
     def _entered(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs | None:
+        args, kwargs = self._with_starts(args, kwargs)
         super()._entered(module, args, kwargs)
         path = self.paths[module]
         if self.probe is not None:
