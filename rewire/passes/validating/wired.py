@@ -281,7 +281,7 @@ class _Wiring(Recorder):
                 if number not in self.started:
                     self.started[number] = weight  # which the formulas read
                     self.started[number] = self.passes[number].start(weight)
-                    self.known[id(self.started[number])] = self._op(weight)
+                    self._read_as(self._op(weight), self.started[number])
                 new = self.started[number]
                 args, kwargs = mapped((args, kwargs), lambda item: new if item is weight else item, fresh=True)  # noqa: B023
         return args, kwargs
@@ -372,9 +372,13 @@ class _Wiring(Recorder):
             for wires in self.passes:
                 wires.value = own if wires.value is new else wires.value
             return result
-        self.replaced.append(own)  # keeps ids from being reused
-        self.made[op.index], self.known[id(new)] = new, op
+        self._read_as(op, new)
         return pytree.tree_map(lambda item: new if item is own else item, result)
+
+    def _read_as(self, op: Op, new: Tensor) -> None:
+        """Let what an operation made be ``new`` for all that reads it from now on."""
+        self.replaced.append(self.made[op.index])  # keeps ids from being reused
+        self.made[op.index], self.known[id(new)] = new, op
 
     def _entered(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs | None:
         args, kwargs = self._with_starts(args, kwargs)
@@ -392,8 +396,7 @@ class _Wiring(Recorder):
             # Lists and dicts are not copied: the call may leave the next state in one of its caller's.
             args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
             put.append((new, x))
-            self.known[id(new)] = op
-            self.replaced.append(new)
+            self._read_as(op, new)
         self.under_way.append(((path, self.counts[path,]), len(self.ops), (args, kwargs), put))
         self.counts[path,] += 1
         if path in self.readers:

@@ -253,6 +253,24 @@ def test_what_is_right_is_compared_and_not_refused(model, topology, caplog):
     assert f"{MOVED}: " in caplog.text and "was not validated" not in caplog.text
 
 
+@pytest.mark.parametrize("topology", ["denseformer", "grn-v1", "hc-static", "hc-dynamic"])
+@pytest.mark.parametrize(
+    ("block", "branch"),
+    [
+        ("return x + self.f(x) + x", "return x + (self.f(x) + x)"),
+        ("y = x + self.f(x)\nreturn y + self.g(y) + x", "y = x + self.f(x)\nreturn y + (self.g(y) + x)"),
+    ],
+)
+def test_a_state_that_is_added_once_more(block: str, branch: str, topology: str) -> None:
+    """It is a part of the branch."""
+    x, found = written_input(), []
+    for forward in (block, branch):
+        torch.manual_seed(0)
+        rewired = rewire.compile(written_net(forward), topology, example_inputs=(x,), granularity="block")
+        found.append(shaken(rewired, 0.2, 3)(x))
+    torch.testing.assert_close(*found)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
