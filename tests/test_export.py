@@ -137,3 +137,11 @@ def test_onnx_of_a_frozen_language_model_with_any_batch(tmp_path: Path) -> None:
     session = run_onnx(model, ids(), tmp_path / "model.onnx", dynamic_shapes=batch)
     for x in (ids(), ids(batch=5)):
         same(model, lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), x)
+
+
+@pytest.mark.parametrize("topology", ["residual", "denseformer", "dca"])
+def test_a_symbolic_trace_is_refused(topology: str) -> None:
+    with pytest.raises(
+        rewire.UnsupportedCall, match=r"'layers\.0' was traced by torch\.fx\.symbolic_trace.*by torch\.export"
+    ):
+        torch.fx.symbolic_trace(mixed(Stack(PreNorm), topology))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.calls import Calls
@@ -79,11 +79,17 @@ class Depth(Calls, LeftOut):
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
-            UnsupportedCall: gradients were switched on or off since the stream began, as by re-entrant checkpointing.
+            UnsupportedCall: gradients were switched on or off since the stream began, as by re-entrant checkpointing;
+                or torch.fx traces the function symbolically.
         """
         if qkv:
             return self.separate.open(value, width)
         if not isinstance(value, (Tensor, Stream)):
+            if isinstance(value, fx.Proxy):
+                raise UnsupportedCall(
+                    f"block '{self.block}' was traced by torch.fx.symbolic_trace, which passes stand-ins for tensors: "
+                    "trace rewired models by torch.export or torch.compile, which run them"
+                )
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             new = (part for part in parts if self._holding(part) is None)

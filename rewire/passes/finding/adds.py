@@ -254,6 +254,8 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
     for shortcut, branch in itertools.permutations(operands, 2):
         state, why = _combined(op, shortcut)
         region = _branch(op, state, branch, flow, op) if why else frozenset()
+        if why and not region and op.matrices:  # the product with the weights is a part of it: `addmm(x, norm(x), w)`
+            region = between(state, branch) and frozenset({op})
         if region:
             return {Add(op, shortcut, state, state, [branch], region): why}
     return {}

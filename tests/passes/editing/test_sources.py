@@ -229,9 +229,29 @@ class Products(nn.Module):
         return torch.addmm(x.flatten(0, 1), torch.tanh(self.up(x)).flatten(0, 1), self.down).view_as(x)
 
 
-def test_an_add_inside_a_product_is_told() -> None:
+class OneProduct(PreNorm):
+    """Its branch has no other weights than those of the product that adds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(x, self.ln_1(x), self.mlp.up.weight[:WIDTH].expand(len(x), -1, -1))
+
+
+@pytest.mark.parametrize("block", [Products, OneProduct])
+def test_an_add_inside_a_product_is_told(block: type[nn.Module]) -> None:
     with pytest.raises(rewire.NoResidualAdds, match="inside a product of matrices"):
-        rewire.compile(Stack(Products), "ancre-ingoing", example_inputs=(vectors(),))
+        rewire.compile(Stack(block), "ancre-ingoing", example_inputs=(vectors(),))
+
+
+class WithBias(PreNorm):
+    """Adds a bias by a product of matrices, as GPT-2 does, and the branch by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.mlp.up.weight[:WIDTH].expand(len(x), -1, -1)
+        return x + torch.baddbmm(self.mlp.up.bias[:WIDTH], self.ln_1(x), weight)
+
+
+def test_a_bias_inside_a_product_is_no_add() -> None:
+    assert not rewire.inspect(Stack(WithBias), example_inputs=(vectors(),)).left
 
 
 def test_hooks_with_a_factor_of_one() -> None:
