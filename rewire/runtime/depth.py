@@ -79,16 +79,14 @@ class Depth(Calls, LeftOut):
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
-            UnsupportedCall: gradients were switched on or off since the stream began, as by re-entrant checkpointing;
-                or torch.fx traces the function symbolically.
+            UnsupportedCall: gradients were switched on or off since the stream began, as by re-entrant checkpointing.
         """
         if qkv:
             return self.separate.open(value, width)
         if not isinstance(value, (Tensor, Stream)):
             if isinstance(value, fx.Proxy):
                 raise UnsupportedCall(
-                    f"block '{self.block}' was traced by torch.fx.symbolic_trace, which passes stand-ins for tensors: "
-                    "trace rewired models by torch.export or torch.compile, which run them"
+                    f"torch.fx traces block '{self.block}' with stand-ins for tensors: use torch.export"
                 )
             parts = tensors_and_streams(value)
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
