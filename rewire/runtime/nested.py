@@ -1,14 +1,14 @@
-"""Maps over arguments and results that have tensors and streams inside containers and dataclasses."""
+"""Maps over arguments and results that have tensors and streams inside containers, dataclasses and other objects."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import MemberDescriptorType
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
@@ -21,9 +21,10 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
     """Apply ``change`` to all tensors and streams in ``value``; returns the same object if nothing changes.
 
     Args:
-        value: a tensor or stream, or tuples, lists, dicts and dataclasses of these.
+        value: a tensor or stream, or tuples, lists, dicts and dataclasses of these, or another object that holds some:
+            see `parts_by_name`.
         change: called with each tensor or stream.
-        fresh: whether to copy changed lists and dataclasses. Otherwise they change in place, as dicts always do, since
+        fresh: whether to copy changed lists and objects. Otherwise they change in place, as dicts always do, since
             their other holders may read them. Changed tuples and frozen dataclasses are always copied.
     """
     if isinstance(value, (Tensor, Stream)):
@@ -42,22 +43,17 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
             if not _same(new, value[key]):
                 value[key] = new
         return value
-    if _is_instance_of_dataclass(value):
-        held = _fields(value)
-        changed = {name: mapped(item, change, fresh) for name, item in held.items()}
-        changed = {name: new for name, new in changed.items() if not _same(new, held[name])}
-        if fresh or type(value).__dataclass_params__.frozen:
-            return dataclasses.replace(value, **changed) if changed else value
-        for name, new in changed.items():
-            setattr(value, name, new)
-    return value
+    held = parts_by_name(value)
+    changed = {name: mapped(item, change, fresh) for name, item in held.items()}
+    changed = {name: new for name, new in changed.items() if not _same(new, held[name])}
+    return _with_parts(value, changed, fresh) if changed else value
 
 
 def is_container(value: object) -> bool:
     """Whether `mapped` looks inside ``value``."""
-    return isinstance(value, (tuple, list, dict)) or (
-        _is_instance_of_dataclass(value) and not isinstance(value, (Tensor, Stream))
-    )
+    if isinstance(value, (Tensor, Stream)):
+        return False
+    return isinstance(value, (tuple, list, dict)) or bool(parts_by_name(value))
 
 
 def _same(new: Any, old: object) -> bool:
@@ -73,10 +69,40 @@ def _is_instance_of_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """The init arguments of a dataclass instance, by name."""
-    held = attributes(value)
-    return {field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held}
+def parts_by_name(value: Any) -> dict[Any, Any]:
+    """What `mapped` looks at in an object that is no tuple, list or dict.
+
+    The init arguments of a dataclass; the tensors and streams in the attributes of an object whose class sets them as
+    Python does; or those that are set and read by key (a batch of PyTorch Geometric). In all others there is nothing.
+    """
+    if _is_instance_of_dataclass(value):
+        held = attributes(value)
+        fields = dataclasses.fields(value)
+        return {field.name: held[field.name] for field in fields if field.init and field.name in held}
+    cls = type(value)
+    if _has_keys(cls):
+        return {key: value[key] for key in value.keys() if isinstance(value[key], (Tensor, Stream))}  # noqa: SIM118
+    if cls.__setattr__ not in (object.__setattr__, SimpleNamespace.__setattr__) or not hasattr(value, "__dict__"):
+        return {}
+    return {name: item for name, item in vars(value).items() if isinstance(item, (Tensor, Stream))}
+
+
+def _has_keys(cls: type) -> bool:
+    wanted = ("keys", "__getitem__", "__setitem__", "__contains__")
+    return not issubclass(cls, (dict, nn.Module)) and all(hasattr(cls, name) for name in wanted)
+
+
+def _with_parts(value: Any, changed: dict[Any, Any], fresh: bool) -> Any:
+    """An object with other parts, by name: the same one, or a copy where it is frozen or has to be ``fresh``."""
+    if _is_instance_of_dataclass(value) and (fresh or type(value).__dataclass_params__.frozen):
+        return dataclasses.replace(value, **changed)
+    value = copy.copy(value) if fresh else value
+    for name, new in changed.items():
+        if _has_keys(type(value)):
+            value[name] = new
+        else:
+            setattr(value, name, new)
+    return value
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -106,10 +132,12 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
         for key, new in made.items():
             changed[key] = new
         return changed
-    if _is_instance_of_dataclass(passing) and type(passing) is type(value):
-        made = {name: along(item, attributes(value)[name], change) for name, item in _fields(passing).items()}
-        made = {name: new for name, new in made.items() if not _same(new, attributes(value)[name])}
-        return dataclasses.replace(value, **made) if made else value
+    if type(passing) is type(value):
+        held = parts_by_name(value)
+        pairs = {name: (item, held[name]) for name, item in parts_by_name(passing).items() if name in held}
+        made = {name: along(*pair, change) for name, pair in pairs.items()}
+        made = {name: new for name, new in made.items() if not _same(new, held[name])}
+        return _with_parts(value, made, fresh=True) if made else value
     return value
 
 
@@ -133,7 +161,7 @@ def at(value: Any, item: Item) -> Any:
         if isinstance(value, (tuple, list)):
             value = dict(enumerate(value))
         elif not isinstance(value, dict):
-            value = attributes(value) if _is_instance_of_dataclass(value) else {}
+            value = attributes(value) if _is_instance_of_dataclass(value) else parts_by_name(value)
         value = value.get(key)
     return value
 

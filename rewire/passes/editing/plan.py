@@ -191,7 +191,7 @@ class _Planner:
             if value is None or not (value.parameter or scope.holds(value.scope)):
                 raise EditError(
                     f"the residual stream does not enter {function.text.where()} as an argument, or in a tuple, list, "
-                    "dict or dataclass that is an argument: it is read from another object. Pass it as a tensor, and "
+                    "dict or object that is an argument: it is read from another object. Pass it as a tensor, and "
                     "return the new one"
                 )
             at = self.sources.span(scope, value)

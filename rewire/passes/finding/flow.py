@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from rewire.runtime.nested import attributes
+from rewire.runtime.nested import attributes, parts_by_name
 from rewire.trunk import LeftAlone
 
 #: Elementwise operations and the like: with a table of weights (a position embedding, a mask) they mix no channels.
@@ -298,6 +298,8 @@ def places_of(value: object) -> list[tuple[Any, ...]]:
         items = value.items()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = attributes(value).items()
+    else:
+        items = parts_by_name(value).items()
     return [(key, *places) for key, item in items for places in places_of(item)]
 
 

@@ -45,7 +45,7 @@ from rewire.passes.finding.flow import (
 )
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders, storage
-from rewire.runtime.nested import attributes
+from rewire.runtime.nested import attributes, parts_by_name
 from rewire.runtime.reentrant import forwards, where_reentrant
 from rewire.torch_internals import HIGHER_ORDER, gradient_of, pytree, viewed, writes_to
 from rewire.trunk import LeftAlone
@@ -437,7 +437,8 @@ def tensors_of(value: object) -> list[Tensor]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # getattr may run the user's code (per-layer configs of transformers raise): read the stored attributes
         return [tensor for item in attributes(value).values() for tensor in tensors_of(item)]
-    leaves = pytree.tree_leaves(value) if type(value) in pytree.SUPPORTED_NODES else []
+    known = type(value) in pytree.SUPPORTED_NODES
+    leaves = pytree.tree_leaves(value) if known else parts_by_name(value).values()
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.errors import OutOfOrder
+from rewire.runtime.nested import parts_by_name
 from rewire.runtime.stream import Stream
 
 #: Relative tolerance (norm of the difference over norm of the original) by dtype.
@@ -38,6 +39,8 @@ def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
         return [t for item in value for t in tensors_in(item, depth + 1)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name), depth + 1)]
+    if parts := parts_by_name(value):
+        return [t for item in parts.values() for t in tensors_in(item, depth + 1)]
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -77,6 +78,71 @@ class Data(Net):
         return state.x, torch.tensor(state.steps)
 
 
+class Batch:
+    """Holds what it is given by key, and shows it as attributes, as batches of graphs do (PyTorch Geometric)."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self)["held"] = held
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "held" or name not in self.held:
+            raise AttributeError(name)
+        return self.held[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.held[name] = value
+
+    def keys(self) -> list[str]:
+        return [*self.held]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.held
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+
+class Plainly:
+    def __init__(self, x: Tensor, steps: int) -> None:
+        self.x, self.steps = x, steps
+
+
+class OnNamespace(Net):
+    block = OnData
+    state: Any = types.SimpleNamespace
+
+    def forward(self, x: Tensor) -> Any:
+        state = now = self.state(x=self.stem(x), steps=0)
+        for block in self.blocks:
+            now = block(now)
+        return state.x, torch.tensor(state.steps)
+
+
+class OnBatch(OnNamespace):
+    state = Batch
+
+
+class OnObject(OnNamespace):
+    state = Plainly
+
+
+class GivenObject(OnNamespace):
+    """Gets the object from outside, where its caller reads it again."""
+
+    def forward(self, x: Tensor) -> Any:
+        given = types.SimpleNamespace(x=self.stem(x), steps=0)
+        self.run(given)
+        return given.x, torch.tensor(given.steps)
+
+    def run(self, state: Any) -> Any:
+        for block in self.blocks:
+            state = block(state)
+        return state
+
+
 class DataAlone(Net):
     block = OnData
 
@@ -125,10 +191,13 @@ class DictComprehension(Net):
         return states["x"], torch.tensor(3)
 
 
+OBJECTS = [OnNamespace, OnBatch, OnObject, GivenObject]
+
+
 @pytest.mark.each_once
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("cls", [Data, DataAlone, List, ListAlone, ListComprehension, DictComprehension])
+@pytest.mark.parametrize("cls", [*OBJECTS, Data, DataAlone, List, ListAlone, ListComprehension, DictComprehension])
 def test_what_a_caller_reads_in_its_own_container(cls: Any, topology: str, validate: bool) -> None:
     made = [shaken(rewire.compile(cls(), topology, example_inputs=(X,), validate=validate), 0.3, 5)]
     made += [shaken(rewire.compile(Net(), topology, validate=False), 0.3, 5)]
