@@ -15,6 +15,8 @@ from rewire.topologies.base import QKVInputs
 
 #: What leads to a tensor in a container: indices, keys and fields; or its number among the tensors and streams there.
 Item: TypeAlias = int | tuple[int | str, ...]
+#: How classes set attributes that leave that to Python.
+_SETTERS: tuple[Any, ...] = (object.__setattr__, SimpleNamespace.__setattr__)
 
 
 def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any:
@@ -82,14 +84,14 @@ def parts_by_name(value: Any) -> dict[Any, Any]:
     cls = type(value)
     if _has_keys(cls):
         return {key: value[key] for key in value.keys() if isinstance(value[key], (Tensor, Stream))}  # noqa: SIM118
-    if cls.__setattr__ not in (object.__setattr__, SimpleNamespace.__setattr__) or not hasattr(value, "__dict__"):
+    if cls.__setattr__ not in _SETTERS or not hasattr(value, "__dict__"):
         return {}
     return {name: item for name, item in vars(value).items() if isinstance(item, (Tensor, Stream))}
 
 
 def _has_keys(cls: type) -> bool:
     wanted = ("keys", "__getitem__", "__setitem__", "__contains__")
-    return not issubclass(cls, (dict, nn.Module)) and all(hasattr(cls, name) for name in wanted)
+    return not issubclass(cls, (dict, nn.Module)) and all(callable(getattr(cls, name, None)) for name in wanted)
 
 
 def _with_parts(value: Any, changed: dict[Any, Any], fresh: bool) -> Any:

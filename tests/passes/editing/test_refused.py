@@ -76,7 +76,7 @@ def test_a_dict_that_only_the_caller_holds() -> None:
         ),
         (
             "x.x = x.x + self.f(x.x)\nreturn x",
-            "state = type('S', (), {'__slots__': 'x'})()\nstate.x = x\nfor block in self.blocks:\n    block(state)\nx = state.x",
+            "s = type('S', (), {'__slots__': 'x'})()\ns.x = x\nfor block in self.blocks:\n    block(s)\nx = s.x",
             r"does not enter .*\.py:\d+ as an argument, or in .* it is read from another object",
         ),
         (
