@@ -101,8 +101,8 @@ class OpenStreams:
 
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream, layout = live.entry, live.stream, live.stream.layout
-        ran = stream.position - live.start
-        expected = ran if entry is None else entry.adds.get(live.start, ran)
+        ran = stream.position - live.first
+        expected = ran if entry is None else entry.adds.get(live.first, ran)
         if not leaves and not stream.complete:
             layout.check_passes(stream.position, len(layout.units))
         told = live.not_started or (entry is not None and entry.ordered and not live.unclear)

@@ -310,12 +310,17 @@ class FunctionPlan:
     @property
     def ordered(self) -> bool:
         """Whether each of its adds has a known position, so that the stream can tell which one a call skipped."""
+        return not self.unordered
+
+    @property
+    def unordered(self) -> list[Span]:
+        """The expressions that make adds of which nothing tells the position."""
         sums = [edit for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more]
         unknown = [edit.at for edit in sums if edit.site is None]
         calls = [edit for edit in self.edits.values() if isinstance(edit, Through) and edit.again]
         unknown += [edit.at for edit in calls if edit.passed is None]
         known = [edit.at for edit in self.edits.values() if isinstance(edit, Iteration)] if self.iterates else []
-        return all(any(within(at, loop) for loop in known) for at in unknown)
+        return [at for at in unknown if not any(within(at, loop) for loop in known)]
 
     @property
     def runs_blocks(self) -> bool:

@@ -58,20 +58,20 @@ def plan_iterations(carriers: Carriers, name: str, scope: Scope) -> None:
         return
     for edit in known:
         function.put(("iteration", edit.at, trunk), edit)
-    if all(add.op.scope is scope for add in carriers.adds if scope.holds(add.op.scope)):  # else `_Planner._end` does
-        _put_ends(function, sites, variable, trunk)
+    made = [add for add in carriers.adds if scope.holds(add.op.scope)]
+    if all(add.op.scope is scope for add in made) or (carriers.hold_all(scope) and made[-1].op.scope is scope):
+        _put_ends(function, sites, variable, trunk, len(made))  # else `_Planner._end` does
 
 
 def _sites(carriers: Carriers, name: str, scope: Scope) -> dict[Span, list[int]]:
     """The places in the code of ``scope`` that make adds, each with their numbers among the function's.
 
-    Empty if it also calls blocks that make some, as these know themselves what they come after.
+    Without those of blocks that it calls, which know themselves what they come after.
     """
-    sites, own = dict[Span, list[int]](), [add for add in carriers.adds if scope.holds(add.op.scope)]
-    for number, add in enumerate(own):
-        if add.op.scope is not scope and not _is_given(carriers, name, scope, add):
-            return {}
-        sites.setdefault(carriers.sources.span(scope, add.op), []).append(number)
+    sites, made = dict[Span, list[int]](), [add for add in carriers.adds if scope.holds(add.op.scope)]
+    for number, add in enumerate(made):
+        if add.op.scope is scope or _is_given(carriers, name, scope, add):
+            sites.setdefault(carriers.sources.span(scope, add.op), []).append(number)
     return sites
 
 
@@ -81,8 +81,8 @@ def _is_given(carriers: Carriers, name: str, scope: Scope, add: Add) -> bool:
     return called.call is not None and name in carriers.sources.plan(called).branch_given
 
 
-def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str, trunk: int) -> None:
-    """Add the edits where later adds do not run any more: behind loops, and at early exits."""
+def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str, trunk: int, adds: int) -> None:
+    """Add the edits where later ones of a function's ``adds`` do not run any more: behind loops, and at early exits."""
     text = function.text
     nodes = {at: text.nodes[at][0] for at in sites}
     passed, names = dict[tuple[Span, bool], int](), dict[tuple[Span, bool], tuple[str, ...]]()
@@ -96,7 +96,7 @@ def _put_ends(function: FunctionPlan, sites: Mapping[Span, list[int]], name: str
     for each in ends(text, [*nodes.values()], others):
         known = bound_before(text, each)
         if each not in text.tree.body and name in known:
-            passed[span_of(each), True] = sum(map(len, sites.values()))
+            passed[span_of(each), True] = adds
             names[span_of(each), True] = (name, *sorted((others & known) - {name}))
     for (at, before), count in passed.items():
         function.put(("reach", at, before, trunk), Reach(at, names[at, before], (trunk,), before, count))
@@ -124,12 +124,21 @@ def _iteration(carriers: Carriers, scope: Scope, loop: ast.For, sites: Mapping[S
     if any(list(numbers) != [*range(numbers[0], numbers[0] + len(sites))] for numbers in each_pass):
         return None  # some iterations made one add, and some another
     firsts = [numbers[0] for numbers in each_pass]
+    if _first_in(carriers, scope, text, loop) < firsts[0]:
+        return None  # a block comes first, which may be left out
     passed = {each: max(sites[at][0] for at in sites if ifs[at] is each) + 1 - firsts[0] for each in ifs.values()}
     behind = tuple((span_of(each), count) for each, count in passed.items() if each)
     for written, paths in _looked_up(carriers, scope, text, loop):
         if len(firsts) == len(paths) == len({*paths}):
             return Iteration(span_of(loop), name, written, tuple(zip(paths, firsts, strict=True)), behind)
     return None
+
+
+def _first_in(carriers: Carriers, scope: Scope, text: Text, loop: ast.For) -> int:
+    """The number, among those of a function, of the first add that a loop or a block that it calls makes."""
+    made = [add for add in carriers.adds if scope.holds(add.op.scope)]
+    places = enumerate(carriers.sources.span(scope, add.op) for add in made)
+    return next(number for number, at in places if at in text.nodes and loop in text.above(text.nodes[at][0]))
 
 
 def _if_around(text: Text, loop: ast.For, at: Span) -> ast.stmt | None:

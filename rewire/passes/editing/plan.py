@@ -49,6 +49,7 @@ from rewire.passes.editing.variables import (
     ended,
     is_conditional,
     is_one_of_several,
+    may_be_left_out,
     only_returned,
     place_returned,
     read_behind_ifs,
@@ -132,8 +133,14 @@ class _Planner:
         return handed
 
     def repeated(self) -> dict[int, int]:
-        """The adds of functions that are called several times, and the first of each, unless their calls are known."""
+        """The adds of which nothing tells which they are, and the first that each may be instead.
+
+        They are made by one expression that runs several times between two blocks, or by a function that is called
+        several times.
+        """
         found: dict[int, int] = {}
+        for scope in self.carriers.entered:
+            found |= self._unknown_in(scope)
         for scope, keys in self.carriers.again.items():
             if scope in self.carriers.entered and self.sources.plan(scope).ordered:
                 continue
@@ -143,6 +150,24 @@ class _Planner:
                 numbers = [n for n, calls in enumerate(made) if any(itself or call.parent is scope for call in calls)]
                 found |= {number: min(found.get(number, number), numbers[0]) for number in numbers}
         return found
+
+    def _unknown_in(self, scope: Scope) -> dict[int, int]:
+        """Those of the adds that a function makes itself."""
+        unknown, found, first = self.sources.plan(scope).unordered, dict[int, int](), None
+        for number, add in enumerate(self.adds) if unknown else ():
+            called = next((call for call in add.op.scope.outward() if call.parent is scope), None)
+            if add.op.scope is not scope and called is None:
+                continue
+            if called is not None and not self._may_be_left_out(called, scope):
+                first = None  # a block that always runs, and that knows where it belongs
+                continue
+            first = number if first is None else first
+            if called is None and self.sources.span(scope, add.op) in unknown:
+                found[number] = first
+        return found
+
+    def _may_be_left_out(self, called: Scope, scope: Scope) -> bool:
+        return called.call is None or may_be_left_out(self.sources.text(scope), self.sources.call(called))
 
     def _ran(self) -> None:
         """Note which expressions of entered functions ran: a call that did not run may call a block, too."""
@@ -160,7 +185,7 @@ class _Planner:
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
         start = inside[0] if inside else self._adds_before(scope)
         if scope is not self.carriers.begin and scope.holds(self.carriers.begin):
-            function.adds.setdefault(self.name, {})
+            function.adds.setdefault(self.name, {})[0] = len(inside)
             function.begins_inside.add(self.name)  # the stream starts in a function that this one calls
             self._check_one_start(function)
             return
@@ -519,7 +544,7 @@ class _Planner:
     def _end(self, entered: Sequence[Scope]) -> None:
         """Let the function that calls the blocks check after them whether the stream has ended."""
         around = [scope for scope in self.carriers.scopes if self.carriers.hold_all(scope)]
-        if not around or any(add.op.scope is around[-1] for add in self.adds):
+        if not around or self.adds[-1].op.scope is around[-1]:
             return
         home = around[-1]
         inside = {place_of(*child.call): child for child in self.carriers.scopes if child.parent is home and child.call}

@@ -349,14 +349,3 @@ def test_modules_that_do_not_tell_which_add_runs(body: str) -> None:
     rewired.skip = (1,)
     with pytest.raises(rewire.OutOfOrder):
         rewired(x)
-
-
-def test_functions_that_add_and_call_blocks_run_as_they_did() -> None:
-    """The blocks know themselves what they come after, and the adds between them do not."""
-    body = f"{LOOP}    if n not in self.skip:\n        x = x + self.extra[n](x)\n    x = block(x)\n{END}"
-    net = net_of(body)
-    net.extra = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
-    assert "before=" not in rewire.source(rewired, "")
-    x = written_input()
-    torch.testing.assert_close(rewired(x), net(x))
