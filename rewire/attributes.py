@@ -22,6 +22,8 @@ REGISTERED_NAME = "_registered_name"
 NO_WEIGHT_DECAY = "_no_weight_decay"
 #: On the storage of tensors that backward recomputes: how to, their dtype, and their version counter.
 RECOMPUTE = "_rewire_recompute"
+#: In `copy.deepcopy`'s memo: the ids of all modules that are copied, some of them later.
+COPIED = "_rewire_copied"
 #: On hooks that take streams themselves, instead of the tensors that these stand for.
 TAKES_STREAMS = "takes_streams"
 

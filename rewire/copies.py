@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rewire.attributes import COPIED
 from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
 from rewire.torch_internals import (
@@ -205,7 +206,7 @@ def _with_attributes(made: nn.Parameter, parameter: nn.Parameter) -> nn.Paramete
     return made
 
 
-def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
+def _copied(model: M, modules: Sequence[nn.Module], memo: dict[Any, Any]) -> M:
     """A deep copy, including functions whose closures hold modules."""
     if any(map(is_lazy, _tensors_in(modules))):
         name = next(name for name, tensor in _tensors_of(model) if is_lazy(tensor))
@@ -214,6 +215,7 @@ def _copied(model: M, modules: Sequence[nn.Module], memo: dict[int, Any]) -> M:
             "input, which sets their sizes, and then rewire it."
         )
     memo |= {id(one): one for one in [*process_groups(), *_global_generators()]}
+    memo[COPIED] = {*map(id, modules)}
     bound = list[tuple[nn.Module, str, FunctionType]]()
     try:
         for module in modules:

@@ -46,6 +46,56 @@ def test_a_deep_copy_is_independent(make: Any) -> None:
     assert not torch.allclose(changed, evaluate(twin, inputs, {})[0][0])
 
 
+@pytest.mark.parametrize("topology", [ANCRE, "hc-static", "dca"])
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+def test_copied_blocks_use_the_weights_of_the_model_that_holds_them(which: str, topology: str) -> None:
+    """As scripts do that repeat layers: connections that a copied block brought would hide the model's."""
+    model, twin = (mixed(Stack(PreNorm), topology, example_inputs=(vectors(),)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    if which == "all":
+        model.layers = copy.deepcopy(model.layers)
+    else:
+        model.layers[0 if which == "first" else -1] = copy.deepcopy(model.layers[0 if which == "first" else -1])
+    with torch.no_grad():
+        for weights in (learned(model), learned(twin)):
+            for weight in weights.values():
+                weight.mul_(1.5)
+    expected, found = (train_step(one, vectors()) for one in (twin, model))
+    for name in learned(model):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+class Towers(nn.Module):
+    """Two rewired models whose trunks have the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = (mixed(Stack(PreNorm, depth)) for depth in (2, 3))
+
+    def forward(self, x: Any) -> Any:
+        return self.actor(x).mean() + self.critic(x).square().mean()
+
+
+def test_two_rewired_models_in_one_module() -> None:
+    model, x = Towers(), vectors()
+    found = rewire.connections(model)
+    assert list(found) == ["actor.layers", "critic.layers"]
+    assert [len(matrix) for matrix in rewire.coefficients(model).values()] == [2, 3]
+    groups = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
+    plain = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert plain.isdisjoint(id(p) for connection in found.values() for p in connection.parameters())
+    frozen, report = rewire.freeze(model, 0.0, example_inputs=(x,))
+    assert len(report.trunks) == 2 and not learned(frozen)
+    torch.testing.assert_close(frozen(x), model(x))
+    with pytest.raises(rewire.RewireError, match=r"holds several rewired models.*actor\.layers, critic\.layers"):
+        rewire.ablate(model, [x], loss=lambda net, batch: net(batch))
+
+
+def test_a_rewired_model_deeper_inside() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(mixed(tiny_model("gpt2"))), "b": mixed(tiny_model("gpt2"))})
+    assert list(rewire.connections(model)) == ["a.0.transformer.h", "b.transformer.h"]
+
+
 LOAD = """
 import sys
 import torch

@@ -68,7 +68,7 @@ def ablate(
         raise ValueError(f"of={of!r}, at_most={at_most!r}, at_once={at_once!r}: 'unit', 'source' or 'edge'; 0 or more.")
     if not isinstance(seed, int):
         raise TypeError(f"seed must be a whole number, not {seed!r}.")
-    learned = learned_connections(model, "there is nothing to ablate")
+    learned = learned_connections(model, "there is nothing to ablate", one_model=True)
     check_unwrapped(model)
     check_loaded(model, "ablated")
     kept = list(batches)

@@ -175,7 +175,7 @@ def sparsify(
         >>> few = found.compile(rewire.restore(rewired), example_inputs=(x,))
     """
     check_choice("by", by, get_args(Score))
-    learned = learned_connections(model, "there is nothing to sparsify")
+    learned = learned_connections(model, "there is nothing to sparsify", one_model=True)
     check_unwrapped(model)
     check_loaded(model, "sparsified")
     name = _named(trunk, learned)

@@ -122,7 +122,7 @@ class Runtime:
             self._need(module, used)
         if self._read is not None:
             self._read |= _attributes_in([part])
-            for name in self._read.intersection(self._unread):
+            for name in sorted(self._read.intersection(self._unread)):
                 for method in self._unread.pop(name, ()):
                     self._visit(*method)
 
@@ -187,7 +187,7 @@ class Runtime:
                 target = self._resolved(binding, attribute) if binding else None
                 if target in self._found and target.module != module:
                     needed[module].add(target.module)
-        return list(graphlib.TopologicalSorter(needed).static_order())
+        return list(graphlib.TopologicalSorter({name: sorted(on) for name, on in needed.items()}).static_order())
 
     def _given_names(self) -> dict[Definition, str]:
         """A name for each definition.

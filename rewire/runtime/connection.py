@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import itertools
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import NO_WEIGHT_DECAY
+from rewire.attributes import CONNECTIONS, NO_WEIGHT_DECAY
 from rewire.errors import RewireError
 from rewire.kernels.switch import listened
 from rewire.mixes.autograd import under_transforms
@@ -497,27 +498,49 @@ def _set(parameter: Any, value: Tensor) -> None:
 def connections(model: nn.Module) -> dict[str, Connection]:
     """The connections of a rewired model, by trunk name: the modules that hold its learned weights.
 
+    A module may hold several rewired models whose trunks have one name. There, that is preceded by the path of the
+    rewired model: ``actor.blocks`` and ``critic.blocks``.
+
     Example:
         >>> [parameter.shape for parameter in rewire.connections(rewired)["blocks"].parameters()]
         [torch.Size([21])]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
+    found = {path: module for path, module in model.named_modules() if isinstance(module, Connection)}
+    times = collections.Counter(module.layout.trunk for module in found.values())
+    return {
+        module.layout.trunk if times[module.layout.trunk] == 1 else _with_owner(path, module.layout.trunk): module
+        for path, module in found.items()
+    }
 
 
-def learned_connections(model: nn.Module, nothing: str = "it has no connection weights") -> dict[str, Connection]:
+def _with_owner(path: str, trunk: str) -> str:
+    """A trunk's name below the path of its rewired model, from the path of its connection: ``actor.blocks``."""
+    above, below = path.split(f".{CONNECTIONS}.")[0].split("."), trunk.split(".")
+    shared = max(n for n in range(min(len(above), len(below)) + 1) if above[len(above) - n :] == below[:n])
+    return ".".join([*above, *below[shared:]])
+
+
+def learned_connections(
+    model: nn.Module, nothing: str = "it has no connection weights", one_model: bool = False
+) -> dict[str, Connection]:
     """The `connections` of a model that has to have some.
 
     Args:
         nothing: clause of the error message that says what is missing.
+        one_model: whether to refuse a module that holds several rewired models whose trunks have one name.
 
     Raises:
-        RewireError: the model was not rewired.
+        RewireError: the model was not rewired; or there are several.
     """
     found = connections(model)
     if not found:
         raise RewireError(f"{type(model).__name__} was not rewired: {nothing}.")
+    if one_model and any(name != connection.layout.trunk for name, connection in found.items()):
+        raise RewireError(
+            f"{type(model).__name__} holds several rewired models, with trunks {', '.join(found)}: pass one of them."
+        )
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import CONNECTIONS
+from rewire.attributes import CONNECTIONS, COPIED
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
 from rewire.runtime.held import Post, Reading
@@ -80,12 +80,12 @@ class Entry:
         found: Connection = getattr(getattr(owner, CONNECTIONS, None), name, self.connection)
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        """A copy, which refers to the trunk's owner only if that is copied, too."""
-        held = self.held
-        if held is not None:
-            held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None
-        connection = copy.deepcopy(self.connection, memo)
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Entry:
+        """A copy, which refers to the copies of the trunk's owner and connection; to themselves where these stay."""
+        held, connection = self.held, self.connection
+        if held is None or id(held[0]) in memo or id(held[0]) in memo.get(COPIED, ()):
+            held = (memo[id(held[0])], held[1]) if held is not None and id(held[0]) in memo else None
+            connection = copy.deepcopy(connection, memo)
         told_apart = {path: memo[id(module)] for path, module in self.told_apart.items() if id(module) in memo}
         made = dataclasses.replace(self, connection=connection, adds=dict(self.adds), told_apart=told_apart, held=held)
         return made
