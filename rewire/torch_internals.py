@@ -141,6 +141,11 @@ def global_forward_hooks() -> tuple[Hooks, Hooks]:
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 
 
+def global_backward_hooks() -> tuple[Hooks, Hooks]:
+    """The tables of global backward hooks and backward pre-hooks."""
+    return nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
+
+
 def has_global_hooks() -> bool:
     """Whether there are global hooks, which run for all modules."""
     return nn.modules.module._has_any_global_hook()

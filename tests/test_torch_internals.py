@@ -171,6 +171,16 @@ def test_hooks_on_all_modules_are_found() -> None:
             assert list(internals.global_forward_hooks()[number].values()) == [hook] and internals.has_global_hooks()
         finally:
             handle.remove()
+    backward = (
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    )
+    for number, register in enumerate(backward):
+        handle = register(hook := lambda *_: None)
+        try:
+            assert list(internals.global_backward_hooks()[number].values()) == [hook] and internals.has_global_hooks()
+        finally:
+            handle.remove()
     assert not internals.has_global_hooks()
 
 

@@ -276,7 +276,10 @@ class Connection(Watched):
     def learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
         """The learned weights, unsharded, for hidden states of this placement."""
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
-        learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
+        own: dict[str, Tensor] = dict(self.named_parameters())
+        if not own.keys() <= {*self.learned_names}:  # torch.nn.utils.parametrize and prune put others in their place
+            own = {name: getattr(self, name) for name in self.learned_names}
+        learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in own.items()}
         return learned if placement is None else placement.reduced(learned)
 
     def _effective(self, learned: Mapping[str, Tensor]) -> Any:

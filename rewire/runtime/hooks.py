@@ -19,7 +19,7 @@ from rewire.errors import UnsupportedCall
 from rewire.runtime.nested import along
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
-from rewire.torch_internals import forward_hooks, forward_pre_hooks, global_forward_hooks
+from rewire.torch_internals import forward_hooks, forward_pre_hooks, global_backward_hooks, global_forward_hooks
 
 #: Packages whose hooks get streams. FSDP2 and checkpointing flatten them as pytrees; those that transformers collects
 #: become tensors when the model returns them.
@@ -151,8 +151,15 @@ def show_tensors_to_global_hooks() -> None:
     """Wrap global hooks. Torch does not tell when one is registered, so this looks whenever a stream begins.
 
     Raises:
-        UnsupportedCall: torch.compile is tracing, and a global hook is new since the model last ran.
+        UnsupportedCall: there are global backward hooks; or torch.compile is tracing, and a global forward hook is new
+            since the model last ran.
     """
+    if any(global_backward_hooks()):
+        raise UnsupportedCall(
+            "there are global backward hooks (torch.nn.modules.module.register_module_full_backward_hook), and torch "
+            "would not call them for blocks, which a residual stream passes in place of tensors: register hooks on "
+            "norms and branches, which get tensors."
+        )
     pre_hooks, hooks = global_forward_hooks()
     if not torch.compiler.is_compiling():
         show_tensors(pre_hooks, hooks)

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from models import PreNorm, Stack, vectors
+from torch import nn
 
 import rewire
 
@@ -48,3 +50,17 @@ def test_blocks_that_have_some_are_not_rewired(topology: str) -> None:
         rewire.compile(model, topology, example_inputs=(vectors(),))
     handle.remove()
     rewire.compile(model, topology, example_inputs=(vectors(),))
+
+
+@pytest.mark.parametrize("name", ["register_module_full_backward_hook", "register_module_full_backward_pre_hook"])
+def test_global_hooks_are_refused_while_they_are_there(name: str) -> None:
+    rewired = rewire.compile(Stack(PreNorm), "denseformer", validate=False)
+    expected, handle = rewired(vectors()), getattr(nn.modules.module, name)(lambda *given: None)
+    try:
+        with pytest.raises(
+            rewire.UnsupportedCall, match=r"global backward hooks.*register hooks on norms and branches"
+        ):
+            rewired(vectors())
+    finally:
+        handle.remove()
+    assert torch.equal(rewired(vectors()), expected)
