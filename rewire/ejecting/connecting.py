@@ -93,6 +93,7 @@ def connect(
     modules: Mapping[str, tuple[type[nn.Module] | None, Mapping[str, Function]]],
     collecting: Mapping[str, Sequence[str]],
     norms: Sequence[str],
+    lists: Mapping[str, int],
 ) -> None:
     """Give a plain model its edited functions and connection weights, in place.
 
@@ -103,10 +104,18 @@ def connect(
             gates, by attribute name.
         collecting: modules that may return collected hidden states -> the trunks of these.
         norms: paths of norms with copies for keys and values.
+        lists: paths of lists of blocks -> their lengths.
 
     Raises:
         RewireError: the model is not the one that was ejected.
     """
+    for path, length in lists.items():
+        blocks: Any = _found(model, path)
+        if len(blocks) > length:  # a shorter one lacks a module that is looked up below
+            raise RewireError(
+                f"'{path}' has {len(blocks)} modules, and had {length} when the model was ejected: those behind them "
+                "would not be connected. Make the model with the same arguments as then."
+            )
     check_ejected(getattr(getattr(model, "config", None), CONFIG, EJECTED), "The config")
     connections: dict[str, Connection] = {}
     holders: dict[str, tuple[nn.Module, str]] = {}
@@ -156,13 +165,14 @@ def part_of(
     modules: Mapping[str, tuple[type[nn.Module] | None, Mapping[str, Function]]],
     collecting: Mapping[str, Sequence[str]],
     norms: Sequence[str],
+    lists: Mapping[str, int],
 ) -> tuple[Any, ...]:
     """The arguments of `connect` for another transformers model with the same base model, or a part of it.
 
     Args:
         model: the other model, with another head or none.
         base: path of the ejected model's base model.
-        trunks, modules, collecting, norms: the arguments for the ejected model.
+        trunks, modules, collecting, norms, lists: the arguments for the ejected model.
 
     Raises:
         RewireError: the other model has only a part of a trunk, or has it in another place.
@@ -184,7 +194,7 @@ def part_of(
         if owner is not None:
             kept[f"{owner}.{CONNECTIONS}{name}".lstrip(".")] = layout
     names = {layout.trunk for layout in kept.values()}
-    places = {path: place for path in (*modules, *collecting, *norms) if (place := moved(path)) is not None}
+    places = {path: place for path in (*modules, *collecting, *norms, *lists) if (place := moved(path)) is not None}
     connected = {places[path]: known for path, known in modules.items() if path in places}
     for path, (edited, functions) in modules.items():
         elsewhere = path not in places and edited is not None and edited.__bases__[0]
@@ -199,7 +209,8 @@ def part_of(
     collectors = {
         places[path]: [n for n in given if n in names] for path, given in collecting.items() if path in places
     }
-    return kept, connected, collectors, [places[path] for path in norms if path in places]
+    lengths = {places[path]: length for path, length in lists.items() if path in places}
+    return kept, connected, collectors, [places[path] for path in norms if path in places], lengths
 
 
 def _remember_outputs(module: Any) -> None:

@@ -36,7 +36,7 @@ from rewire.torch_internals import forward_hooks
 RUNTIME = "rewire_runtime"
 PART_OF = "part_of"
 _IMPORTED = ("Function", "Layout", "connect")
-_DATA = ("TRUNKS", "MODULES", "COLLECTING", "NORMS")
+_DATA = ("TRUNKS", "MODULES", "COLLECTING", "NORMS", "LISTS")
 
 
 class Module:
@@ -257,7 +257,13 @@ class Module:
             "#: Modules that may return hidden states that they collected.\n"
             f"COLLECTING = {collecting!r}\n\n"
             f"#: Norms that keys and values have copies of.\nNORMS = {norms!r}\n\n"
+            f"#: Lists of blocks, and how many modules each has.\nLISTS = {self._lists()!r}\n\n"
         )
+
+    def _lists(self) -> dict[str, int]:
+        above = dict.fromkeys(path.rpartition(".")[0] for path, _, _ in _gates(self.model))
+        lists = {path: self.model.get_submodule(path) for path in above}
+        return {path: len(one) for path, one in lists.items() if isinstance(one, (nn.ModuleList, nn.Sequential))}
 
     def _layout(self, layout: Layout) -> str:
         options = options_of(layout.topology, type(layout.topology))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -53,7 +53,8 @@ def save(
         max_shard_bytes: largest size of a file, unless it holds a single tensor.
 
     Raises:
-        RewireError: the model was not rewired, is wrapped, or holds tensors that are no plain ones.
+        RewireError: the model was not rewired, is wrapped, lacks blocks that it had then, or holds tensors that are no
+            plain ones.
         WrappedModel: its parameters are sharded.
         ValueError: ``weights`` or ``max_shard_bytes`` has no such value.
 
@@ -64,6 +65,7 @@ def save(
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: it has to be a positive number.")
     found = learned_connections(model, "there is no recipe to save. Use torch.save or save_pretrained")
+    _check_complete(model, found.values())
     state = _part(model, weights)
     _check_savable(state)
     recipe = {
@@ -77,6 +79,24 @@ def save(
     ties = ties_of(state)
     kept = {name: value.detach() for name, value in state.items() if name not in ties}
     _write(Path(folder), recipe | {"tied": ties}, _shards(kept, max_shard_bytes))
+
+
+def _check_complete(model: nn.Module, connections: Iterable[Connection]) -> None:
+    """Refuse a model whose blocks were deleted since it was rewired: no plain model would be rewired so.
+
+    Raises:
+        RewireError: it lacks a block.
+    """
+    there = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for connection in connections:
+        sites = () if connection.trunk is None else connection.trunk.sites
+        gone = next((site.block for site in sites if site.block not in there), None)
+        if gone is not None:
+            raise RewireError(
+                f"trunk '{connection.layout.trunk}' has lost '{gone}' since it was rewired, and its weights are those "
+                "of all its blocks: the folder could not be loaded. Save it before blocks are deleted, or use "
+                "torch.save."
+            )
 
 
 def load(

@@ -315,7 +315,7 @@ def test_files_are_small_and_keep_licences(tmp_path: Path) -> None:
     assert text.startswith("# Copyright 2022 EleutherAI and the HuggingFace Inc. team.")
     assert "class LlamaAttention" not in text  # it was not edited
     assert len(text.splitlines()) < 250
-    assert len(runtime.splitlines()) < 5_550
+    assert len(runtime.splitlines()) < 5_580
     assert max(map(len, runtime.splitlines())) <= 120
     assert str(Path(models.__file__).parent) not in text + runtime
 
@@ -513,3 +513,12 @@ def test_what_cannot_be_ejected_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rewire.EditError, match="is no name that can be written in a file"):
         rewire.eject(mixed(odd, "ancre-ingoing"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_more_blocks_than_were_ejected_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be left unconnected."""
+    ejected = imported(rewire.eject(llama("ancre-ingoing"), tmp_path / "ejected_llama"), monkeypatch)
+    config = tiny.tiny_model("llama").config
+    config.num_hidden_layers += 1
+    with pytest.raises(Exception, match=r"'model\.layers' has \d modules, and had \d when the model was ejected"):
+        ejected.LlamaForCausalLM(config)

@@ -473,3 +473,12 @@ def test_from_pretrained_of_what_save_wrote_names_load(tmp_path: Path) -> None:
     rewire.save(rewire.compile(Stack(PreNorm), "ancre-ingoing", validate=False), tmp_path)
     with pytest.raises(rewire.RewireError, match=r"by rewire\.save: load it with rewire\.load\(folder, model\)"):
         rewire.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_a_model_that_has_lost_a_block_is_not_saved(which: int, tmp_path: Path) -> None:
+    rewired = rewire.compile(Stack(PreNorm, 3), "denseformer", validate=False)
+    del rewired.layers[which]
+    with pytest.raises(rewire.RewireError, match=r"has lost 'layers\.2' since it was rewired.*could not be loaded"):
+        rewire.save(rewired, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
