@@ -65,6 +65,16 @@ def test_copied_blocks_use_the_weights_of_the_model_that_holds_them(which: str, 
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_new_instances_of_a_rewired_class_have_no_connections() -> None:
+    plain = nn.Sequential(nn.Linear(32, 32), PreNorm(), PreNorm(), nn.Linear(32, 5))
+    x = torch.randn(2, 3, 32)
+    model = rewire.compile(plain, "denseformer", example_inputs=(x,))
+    for made in (model[:-1], type(model[1])()):
+        with pytest.raises(rewire.RewireError, match=r"is a new instance of a rewired model's class.*copy\.deepcopy"):
+            made(x)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
 class Towers(nn.Module):
     """Two rewired models whose trunks have the same name."""
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from rewire.attributes import CONNECTIONS, EDITED, SHARED
+from rewire.attributes import CONNECTIONS, EDITED, SHARED, gate_of
 from rewire.code.edited import Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
-from rewire.errors import EditError
+from rewire.errors import EditError, RewireError
 from rewire.passes.editing.backward_hooks import REFUSING
 from rewire.runtime.hooks import as_registered, registering, show_tensors
 from rewire.torch_internals import forward_hooks, forward_pre_hooks
@@ -98,6 +98,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         **registering(base),
         "no_weight_decay": no_weight_decay,
         **REFUSING,
+        **{gate_of(edited.name): _NoGate() for edited in methods},
         EDITED: {edited.name: edited for edited in methods},
         SHARED: shared,
     }
@@ -111,6 +112,19 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         assert original.function is not None
         setattr(generated, edited.name, redecorated(original, edited_function(original.function, edited.source)))
     return generated
+
+
+class _NoGate:
+    """What a generated class has in place of the gate that each module has that was rewired."""
+
+    def __get__(self, module: nn.Module | None, cls: type) -> _NoGate:
+        if module is None:
+            return self
+        raise RewireError(
+            f"this {cls.__name__} is a new instance of a rewired model's class, as `type(model)(..)` or a slice of a "
+            "rewired nn.Sequential makes, and has no connections: copy the model by copy.deepcopy, or make the instance "
+            f"of the plain model's class, {original_class(module).__module__}.{cls.__qualname__}."
+        )
 
 
 def _own_code(cls: type) -> None:
