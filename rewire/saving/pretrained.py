@@ -14,6 +14,12 @@ from rewire.saving.checkpoint import read_connections
 from rewire.saving.folder import RECIPE
 from rewire.saving.recipes import EXTRA_STATE, Recipe, check_shapes, is_recipe, layouts_of, rewired_by
 
+#: What to do with models of other libraries that have a ``save_pretrained``.
+_OTHERS = (
+    "Models of other libraries (diffusers, timm) are saved by rewire.save, and loaded by rewire.load(folder, model) "
+    "into a plain model that was made from its config."
+)
+
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: object = None, **options: object) -> nn.Module:
     """Load a rewired transformers model from a folder that its ``save_pretrained`` wrote (or a Trainer's checkpoint).
@@ -30,7 +36,8 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: object = None, 
         The rewired model, in evaluation mode. Its start (what ``reset_parameters`` sets) is ``"paper"``.
 
     Raises:
-        RewireError: the folder holds no rewired model, or a damaged one; or ``distributed_config`` has a ``pp_size``.
+        RewireError: the folder holds no rewired model, a damaged one, or one of another library; or
+            ``distributed_config`` has a ``pp_size``.
         UnknownName: transformers has no such class, or a topology is not known here.
         ImportError: transformers is missing.
 
@@ -50,7 +57,9 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: object = None, 
             "with pp_size=1, cut the model, call rewire.pipeline_stage on each part, and use a pipeline of torch."
         )
     recipes = _recipes(Path(folder))
-    cls = _saved_class(folder) if model_class is None else model_class
+    cls: Any = _saved_class(folder) if model_class is None else model_class
+    if not issubclass(cls, _pretrained_class()):
+        raise RewireError(f"{cls.__name__} is no model of transformers. {_OTHERS}")
     loaded = _rewiring(cls, recipes).from_pretrained(folder, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     for path, recipe in _renamed(model, recipes).items():
@@ -88,10 +97,19 @@ def _renamed(model: object, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
     return renamed
 
 
+def _pretrained_class() -> Any:
+    import transformers
+
+    return transformers.PreTrainedModel
+
+
 def _saved_class(folder: str | os.PathLike[str]) -> Any:
     import transformers
 
-    names = transformers.AutoConfig.from_pretrained(folder).architectures or [""]
+    try:
+        names = transformers.AutoConfig.from_pretrained(folder).architectures or [""]
+    except ValueError as error:  # of its config.json: another library's
+        raise RewireError(f"transformers does not know the model in '{folder}'. {_OTHERS}") from error
     found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise UnknownName(f"transformers has no model class '{names[0]}', named in '{folder}': pass model_class.")

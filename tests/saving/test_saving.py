@@ -482,3 +482,24 @@ def test_a_model_that_has_lost_a_block_is_not_saved(which: int, tmp_path: Path) 
     with pytest.raises(rewire.RewireError, match=r"has lost 'layers\.2' since it was rewired.*could not be loaded"):
         rewire.save(rewired, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+def test_from_pretrained_of_another_library(tmp_path: Path) -> None:
+    import diffusers
+
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=4,
+        in_channels=4,
+        num_layers=2,
+        sample_size=4,
+        norm_type="ada_norm_zero",
+    )
+    rewired = rewire.compile(transformer, "denseformer", validate=False)
+    rewired.save_pretrained(tmp_path / "own")
+    for given in ((), (diffusers.DiTTransformer2DModel,)):
+        with pytest.raises(rewire.RewireError, match=r"other libraries \(diffusers, timm\) are saved by rewire\.save"):
+            rewire.from_pretrained(tmp_path / "own", *given)
+    rewire.save(rewired, tmp_path / "ours")
+    loaded = rewire.load(tmp_path / "ours", diffusers.DiTTransformer2DModel.from_config(transformer.config))
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in rewired.named_parameters())

@@ -122,8 +122,8 @@ class _NoGate:
             return self
         raise RewireError(
             f"this {cls.__name__} is a new instance of a rewired model's class, as `type(model)(..)` or a slice of a "
-            "rewired nn.Sequential makes, and has no connections: copy the model by copy.deepcopy, or make the instance "
-            f"of the plain model's class, {original_class(module).__module__}.{cls.__qualname__}."
+            "rewired nn.Sequential makes, and has no connections: copy the model by copy.deepcopy, or make the "
+            f"instance of the plain model's class, {original_class(module).__module__}.{cls.__qualname__}."
         )
 
 
