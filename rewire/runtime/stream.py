@@ -570,7 +570,10 @@ class Stream(TensorLike):
     def _once_too_often(self) -> OutOfOrder:
         if self.layout.loops:
             return self.layout.other_passes()
-        return OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
+        return OutOfOrder(
+            f"trunk '{self.layout.trunk}' is already complete after {len(self.layout.sites)} residual adds: a block "
+            f"was called once too often. Layers that are drawn at random: rewire with all of them.{self.layout.advice}"
+        )
 
     def _fitted(self, branches: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, ...]:
         """``branches``, expanded to the shape of what was read."""

@@ -65,7 +65,6 @@ def save(
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: it has to be a positive number.")
     found = learned_connections(model, "there is no recipe to save. Use torch.save or save_pretrained")
-    _check_complete(model, found.values())
     state = _part(model, weights)
     _check_savable(state)
     recipe = {
@@ -76,6 +75,7 @@ def save(
         "trunks": described(model),
         "weights": weights,
     }
+    _check_complete(model, found.values())
     ties = ties_of(state)
     kept = {name: value.detach() for name, value in state.items() if name not in ties}
     _write(Path(folder), recipe | {"tied": ties}, _shards(kept, max_shard_bytes))
