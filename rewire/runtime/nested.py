@@ -15,6 +15,8 @@ from rewire.topologies.base import QKVInputs
 
 #: What leads to a tensor in a container: indices, keys and fields; or its number among the tensors and streams there.
 Item: TypeAlias = int | tuple[int | str, ...]
+#: Types of what stands beside tensors most often.
+_PLAIN = (type(None), bool, int, float, str)
 #: How classes set attributes that leave that to Python.
 _SETTERS: tuple[Any, ...] = (object.__setattr__, SimpleNamespace.__setattr__)
 
@@ -82,6 +84,8 @@ def parts_by_name(value: Any) -> dict[Any, Any]:
         fields = dataclasses.fields(value)
         return {field.name: held[field.name] for field in fields if field.init and field.name in held}
     cls = type(value)
+    if cls in _PLAIN:
+        return {}
     if _has_keys(cls):
         return {key: value[key] for key in value.keys() if isinstance(value[key], (Tensor, Stream))}  # noqa: SIM118
     if cls.__setattr__ not in _SETTERS or not hasattr(value, "__dict__"):

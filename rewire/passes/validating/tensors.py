@@ -39,11 +39,9 @@ def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
         return [t for item in value for t in tensors_in(item, depth + 1)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name), depth + 1)]
-    if parts := parts_by_name(value):
-        return [t for item in parts.values() for t in tensors_in(item, depth + 1)]
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
-    return []
+    return [t for item in parts_by_name(value).values() for t in tensors_in(item, depth + 1)]
 
 
 def relative_error(reference: Tensor, other: Tensor) -> float:

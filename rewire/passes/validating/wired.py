@@ -93,11 +93,13 @@ class _Read:
 class _Script:
     """What happens to the streams in a run, by the keys of operations and calls.
 
-       Attributes:
-           trunks: for each pass of a stream through a trunk, the trunk's name and layout.
-           steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
-           starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
-    X    reads: the separate reads of each pass.
+    Attributes:
+        trunks: for each pass of a stream through a trunk, the trunk's name and layout.
+        steps: operation -> number of the pass, the step, and the number of the operand that is the stream's.
+        starts: call -> number of the pass that starts with an argument, its name, and the index of the tensor in it.
+        returned: call -> number of the pass that starts with what it returns, and the index of the tensor in that.
+        weights: call -> parameters and buffers with which streams start in it, and the numbers of these passes.
+        reads: the separate reads of each pass.
     """
 
     def __init__(self, found: Finding, layouts: Mapping[str, Layout], patterns: Sequence[Pattern]) -> None:
