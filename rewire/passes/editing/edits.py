@@ -152,6 +152,7 @@ class Through:
         kept: returned tensors that are earlier states (U-nets): index of the trunk, and the tensor's `Item`.
         qkv: whether the called function holds projections of an attention, and gets what these read.
         again: whether the function is called several times to make adds, and so does not know which call this is.
+        adds: whether the function makes adds.
         passed: if so, number of the caller's adds up to the end of the call; None if that differs, as in a loop.
     """
 
@@ -163,6 +164,7 @@ class Through:
     kept: frozenset[tuple[int, Item]] = frozenset()
     qkv: bool = False
     again: bool = False
+    adds: bool = False
     passed: int | None = None
 
 
@@ -410,7 +412,11 @@ def _merged(a: Any, b: Any) -> Any:
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):
         both: dict[str, Any] = {"kept": a.kept | b.kept, "callee": _either(a.callee, b.callee)}
-        both |= {"again": a.again or b.again, "passed": a.passed if a.passed == b.passed else None}
+        both |= {
+            "again": a.again or b.again,
+            "adds": a.adds or b.adds,
+            "passed": a.passed if a.passed == b.passed else None,
+        }
         a, b = dataclasses.replace(a, **both), dataclasses.replace(b, **both)
     if isinstance(a, Sum):
         of_both = tuple(sorted({*a.trunks, *b.trunks}))

@@ -380,7 +380,8 @@ class _Planner:
         kept = frozenset((trunk, _place(op, child.results, child.returned)) for op in earlier)
         again = after > 0 and (child.path, child.code) in self.carriers.again.get(scope, ())
         before = next((n for n, add in enumerate(self.adds) if scope.holds(add.op.scope)), after)
-        through = Through(at, callee, norm, last, post, kept, again=again, passed=after - before if again else None)
+        passed = after - before if after else None
+        through = Through(at, callee, norm, last, post, kept, again=again, adds=after > 0, passed=passed)
         function.put(("through", at), through)
         function.passed.setdefault(at, set()).add(trunk)
         if child.call is not None and child.call[0] in scope.again:  # it may also be called without checkpoint

@@ -68,7 +68,7 @@ class _Editor:
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
         adding = [e.at for e in self.edits if isinstance(e, Sum) and not e.more]
-        adding += [e.at for e in self.edits if isinstance(e, Through) and e.again]
+        adding += [e.at for e in self._adding_calls()]
         self.conditional = is_conditional(self.text, adding)
         # Where calls make different numbers of adds, one that makes fewer has left none out.
         self.conditional &= all(len({*adds.values()}) < 2 for adds in plan.adds.values())
@@ -540,7 +540,7 @@ class _Editor:
         found: dict[tuple[Span, str], list[Sum | Through]] = {}
         ways: dict[Span, list[Sum | Through]] = {}
         adding: list[Sum | Through] = [e for e in self.edits if isinstance(e, Sum) and e.site is not None]
-        adding += [e for e in self.edits if isinstance(e, Through) and e.passed is not None]
+        adding += [e for e in self._adding_calls() if e.passed is not None]
         others = [edit.at for edit in self.edits if _moves(edit)]
         for edit in adding if self.conditional else ():
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
@@ -555,6 +555,12 @@ class _Editor:
         lines = [(at, f"{name} = {self.depth}.reach({name}, {self._passed(s)})") for (at, name), s in found.items()]
         changes = [change for at, line in lines for change in self._line_behind(self.text.nodes[at][0], line)]
         return changes + [self._wrapped(self._expression(at), "reach", [self._passed(s)]) for at, s in ways.items()]
+
+    def _adding_calls(self) -> list[Through]:
+        """Calls of functions that make adds, where these or the function's own do not know what was left out before."""
+        own = any(isinstance(edit, Sum) for edit in self.edits)
+        calls = (edit for edit in self.edits if isinstance(edit, Through))
+        return [edit for edit in calls if edit.again or (own and edit.adds)]
 
     def _passed(self, adding: Sequence[Sum | Through]) -> str:
         """Arguments of `Depth.reach` for adds of which one runs: the number of adds passed by then, and the trunks."""

@@ -291,8 +291,8 @@ class Inside(Net):
 
 #: Nets of which every call is computed, and those that refuse some, as nothing tells which adds they leave out.
 TOLD = [BeforeABlock, BeforeBlocks, BehindABlock, BetweenBlocks, Stops, Returns, TwoAddsAndABlock, AddOrBlock]
-TOLD += [BlockInAnIf, BlockInAnIfFirst, Inside]
-UNTOLD = [Untold, UntoldBeforeAnother, UntoldAtTheEnd, BlockOrAdd, BlockInAnIfBeforeAnAdd, Straight]
+TOLD += [BlockInAnIf, BlockInAnIfFirst, Straight, Inside]
+UNTOLD = [Untold, UntoldBeforeAnother, UntoldAtTheEnd, BlockOrAdd, BlockInAnIfBeforeAnAdd]
 
 
 @torch.no_grad()
