@@ -277,8 +277,8 @@ class Connection(Watched):
         """The learned weights, unsharded, for hidden states of this placement."""
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
         own: dict[str, Tensor] = dict(self.named_parameters())
-        if not own.keys() <= {*self.learned_names}:  # torch.nn.utils.parametrize and prune put others in their place
-            own = {name: getattr(self, name) for name in self.learned_names}
+        if any(name not in own and hasattr(self, name) for name in self.learned_names):
+            own = {name: getattr(self, name) for name in self.learned_names}  # torch.nn.utils.parametrize, and prune
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in own.items()}
         return learned if placement is None else placement.reduced(learned)
 

@@ -303,7 +303,7 @@ def test_two_processes_write_the_same_files(tmp_path: Path) -> None:
     """Whatever the order of their sets: so a second one may replace what the first has written."""
     texts = []
     for seed in ("1", "2", "3"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
         subprocess.run([sys.executable, "-c", EJECT, str(tmp_path / "ejected")], check=True, env=env)
         texts.append([path.read_text() for path in sorted((tmp_path / "ejected").glob("*.py"))])
     assert texts[0] == texts[1] == texts[2] and texts[0]

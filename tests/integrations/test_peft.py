@@ -148,10 +148,11 @@ def test_connections_are_modules_to_save(topology: str, saved: str, tmp_path: Pa
 
 
 def test_a_copied_block_does_not_take_the_trunk_along() -> None:
-    block = mixed(llama()).model.layers[0]
+    model = mixed(llama())
+    block, (connection,) = model.model.layers[0], rewire.connections(model).values()
     assert sum(p.numel() for p in copy.deepcopy(block).parameters()) == sum(p.numel() for p in block.parameters())
     entry = copy.deepcopy(block)._depth.entries[0]
-    assert entry.held is None and entry.in_use is entry.connection
+    assert entry.held[0] is model.model and entry.in_use is entry.connection is connection
 
 
 #: An ejected model is adapted, trained, merged and loaded again where there is no rewire.

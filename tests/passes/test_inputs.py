@@ -52,9 +52,9 @@ REFUSED = {
         BODY,
     ),
     "another order": (BLOCK, "for block in self.blocks if x.shape[1] == 3 else self.blocks[::-1]:\n    x = block(x)"),
-    "a state in an object": (
+    "a state in a slot": (
         "x.x = x.x + self.f(x.x)\nreturn x",
-        "state = type('S', (), {})()\nstate.x = x\nfor block in self.blocks:\n    state = block(state)\nx = state.x",
+        "s = type('S', (), {'__slots__': 'x'})()\ns.x = x\nfor block in self.blocks:\n    s = block(s)\nx = s.x",
     ),
     "nothing is returned": ("x[0] = x[0] + self.f(x[0])", "x = [x]\nfor block in self.blocks:\n    block(x)\nx = x[0]"),
 }
