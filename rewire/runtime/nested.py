@@ -55,8 +55,6 @@ def mapped(value: Any, change: Callable[[Any], Any], fresh: bool = False) -> Any
 
 def is_container(value: object) -> bool:
     """Whether `mapped` looks inside ``value``."""
-    if isinstance(value, (Tensor, Stream)):
-        return False
     return isinstance(value, (tuple, list, dict)) or bool(parts_by_name(value))
 
 
@@ -79,13 +77,13 @@ def parts_by_name(value: Any) -> dict[Any, Any]:
     The init arguments of a dataclass; the tensors and streams in the attributes of an object whose class sets them as
     Python does; or those that are set and read by key (a batch of PyTorch Geometric). In all others there is nothing.
     """
+    cls = type(value)
+    if cls in _PLAIN or isinstance(value, (Tensor, Stream)):
+        return {}
     if _is_instance_of_dataclass(value):
         held = attributes(value)
         fields = dataclasses.fields(value)
         return {field.name: held[field.name] for field in fields if field.init and field.name in held}
-    cls = type(value)
-    if cls in _PLAIN:
-        return {}
     if _has_keys(cls):
         return {key: value[key] for key in value.keys() if isinstance(value[key], (Tensor, Stream))}  # noqa: SIM118
     if cls.__setattr__ not in _SETTERS or not hasattr(value, "__dict__"):

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from models import PreNorm, Stack, vectors
+from torch import Tensor, nn
 
-from rewire.runtime.nested import along, attributes, mapped, with_item
+import rewire
+from rewire.runtime.nested import along, attributes, is_container, mapped, parts_by_name, with_item
 from rewire.topologies.base import QKVInputs
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -103,3 +106,48 @@ def test_dataclasses_with_slots() -> None:
     assert attributes(value) == {"hidden": ONE, "other": None}
     assert mapped(value, lambda item: item + 1).hidden == ONE + 1
     assert mapped(value, lambda item: item) is value
+
+
+class Carrier:
+    def __init__(self, x: Any, notes: Any = None) -> None:
+        self.x, self.notes = x, notes
+
+
+class Locked(Carrier):
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)[name] = value
+
+
+def test_objects_change_in_place_unless_they_have_to_be_fresh() -> None:
+    for made in (Carrier(ONE, [ONE]), types.SimpleNamespace(x=ONE, notes=[ONE])):
+        copied = mapped(made, doubled, fresh=True)
+        assert copied is not made and made.x is ONE and copied.x == TWO and copied.notes is made.notes
+        assert mapped(made, doubled) is made and made.x == TWO and made.notes[0] is ONE  # what lies deeper is not read
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 1, 0.5, "text", True, ONE, nn.Linear(2, 2), Locked(ONE), nn.Linear, doubled, torch.Size([2]), object()],
+)
+def test_other_values_have_no_parts(value: Any) -> None:
+    assert parts_by_name(value) == {}
+
+
+def test_a_stream_is_no_container() -> None:
+    seen: list[Any] = []
+    rewired = rewire.compile(Stack(PreNorm), "denseformer", validate=False)
+    hook = lambda module, args: seen.append(args[0])  # noqa: E731
+    hook.takes_streams = True  # type: ignore[attr-defined]
+    rewired.layers[1].register_forward_pre_hook(hook)
+    rewired(vectors())
+    assert type(seen[0]).__name__ == "Stream" and parts_by_name(seen[0]) == {} and not is_container(seen[0])
+
+
+@pytest.mark.parametrize("beside", [None, 3, "text", ONE, (ONE, None)])
+def test_dynamo_follows_objects_and_what_is_beside_streams(beside: Any) -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def changed(x: Tensor) -> Any:
+        carrier = mapped(Carrier(x, beside), doubled)
+        return carrier.x, along((STREAM, beside), (x, beside), lambda _, y: y + 1)[0]
+
+    assert changed(ONE) == (TWO, TWO)
