@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import PreNorm, Stack
 from torch import Tensor, nn
 
 import rewire
@@ -252,6 +253,14 @@ def test_modules_that_say_how_they_are_copied_are() -> None:
     first, second = shared(model)
     assert first.how == "its own way" and second.cache == "made anew"
     assert second.weight is model[1].weight
+
+
+@pytest.mark.parametrize("copied", [shared, private, copy.deepcopy])
+def test_blocks_of_a_copy_use_its_connections(copied: Any) -> None:
+    """Though they may be copied before the module that holds these."""
+    made = copied(rewire.compile(Stack(PreNorm), "denseformer", validate=False))
+    (connection,) = rewire.connections(made).values()
+    assert made.layers[0]._depth.entries[0].in_use is connection
 
 
 def test_threads_put_back_whether_torch_compiles() -> None:

@@ -544,8 +544,9 @@ def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[A
 def _with_one_channel_dim(chain: Chain, sites: list[Site]) -> list[Site]:
     """If the sites disagree about the channels, the sites with what most of them say.
 
-    States of the same shape have the same channel dimension. Across shapes, it is counted from the end, or from the
-    front where they agree only so. If shapes are unknown, the sites are returned unchanged.
+    States of the same shape have the same channel dimension: one that a site names, else (of a turned state) one of the
+    stream's width. Across shapes, it is counted from the end, or from the front where they agree only so. If shapes are
+    unknown, the sites are returned unchanged.
     """
     shapes = [add.shape for add in chain.adds]
     if len({(site.width, site.channel_dim) for site in sites if site.width}) < 2 or None in shapes:
@@ -556,7 +557,8 @@ def _with_one_channel_dim(chain: Chain, sites: list[Site]) -> list[Site]:
     for site, shape in zip(sites, shapes, strict=True):
         alike = [s.channel_dim for s, other in zip(sites, shapes, strict=True) if s.width and other == shape]
         said = sorted(alike, key=alike.count, reverse=True) or [site.channel_dim]
-        dim = next((dim for dim in (*said, *range(-len(shape), 0)) if shape[dim] == width), said[0])  # type: ignore
+        others = range(-len(shape), 0)  # type: ignore[arg-type]
+        dim = next((dim for dim in (*said, *others) if shape[dim] == width), said[0])  # type: ignore[index]
         agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
     for count in (_from_the_end, _from_the_front):
         dims = {count(site.channel_dim, len(shape)) for site, shape in zip(agreed, shapes, strict=True)}  # type: ignore[arg-type]

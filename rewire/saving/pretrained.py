@@ -56,9 +56,11 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: object = None, 
             "the pipelines of transformers (pp_size) send one hidden state from stage to stage, not a stream: load "
             "with pp_size=1, cut the model, call rewire.pipeline_stage on each part, and use a pipeline of torch."
         )
+    import transformers
+
     recipes = _recipes(Path(folder))
     cls: Any = _saved_class(folder) if model_class is None else model_class
-    if not issubclass(cls, _pretrained_class()):
+    if not issubclass(cls, transformers.PreTrainedModel):
         raise RewireError(f"{cls.__name__} is no model of transformers. {_OTHERS}")
     loaded = _rewiring(cls, recipes).from_pretrained(folder, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
@@ -95,12 +97,6 @@ def _renamed(model: object, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
             name, _ = renaming.rename_source_key(name)
         renamed[name.removesuffix(EXTRA_STATE)] = recipe
     return renamed
-
-
-def _pretrained_class() -> Any:
-    import transformers
-
-    return transformers.PreTrainedModel
 
 
 def _saved_class(folder: str | os.PathLike[str]) -> Any:

@@ -1,5 +1,6 @@
 """Validation notices what differs, and leaves nothing behind."""
 
+import collections
 import dataclasses
 import logging
 
@@ -113,6 +114,16 @@ class Output:
 def test_tensors_in_every_kind_of_output():
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
     assert [len(t) for t in tensors_in((Output(a, {"x": [b, None, "text"]}), c))] == [1, 2, 3]
+
+
+def test_tensors_in_an_object_that_is_called_and_read_by_key():
+    """As batches of PyTorch Geometric are."""
+
+    class Batch(collections.UserDict):
+        def __call__(self, *keys):
+            return [self[key] for key in keys]
+
+    assert [len(t) for t in tensors_in([Batch(x=torch.ones(2), name="text")])] == [2]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,30 @@ class Locked(Carrier):
         vars(self)[name] = value
 
 
+class Keyed:
+    """Is read and written by key alone."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def keys(self) -> list[str]:
+        return [*self.held]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.held
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+
+def test_what_is_held_by_key_changes_by_key() -> None:
+    made = Keyed(x=ONE, name="text")
+    assert mapped(made, doubled) is made and made.held == {"x": TWO, "name": "text"} and [*vars(made)] == ["held"]
+
+
 def test_objects_change_in_place_unless_they_have_to_be_fresh() -> None:
     for made in (Carrier(ONE, [ONE]), types.SimpleNamespace(x=ONE, notes=[ONE])):
         copied = mapped(made, doubled, fresh=True)

@@ -155,19 +155,22 @@ class _Planner:
         """Those of the adds that a function makes itself."""
         unknown, found, first = self.sources.plan(scope).unordered, dict[int, int](), None
         for number, add in enumerate(self.adds) if unknown else ():
-            called = next((call for call in add.op.scope.outward() if call.parent is scope), None)
-            if add.op.scope is not scope and called is None:
+            if not scope.holds(add.op.scope):
                 continue
-            if called is not None and not self._may_be_left_out(called, scope):
-                first = None  # a block that always runs, and that knows where it belongs
+            if self._made_by_a_sure_call(add, scope):
+                first = None  # by a block that knows where it belongs
                 continue
             first = number if first is None else first
-            if called is None and self.sources.span(scope, add.op) in unknown:
+            if add.op.scope is scope and self.sources.span(scope, add.op) in unknown:
                 found[number] = first
         return found
 
-    def _may_be_left_out(self, called: Scope, scope: Scope) -> bool:
-        return called.call is None or may_be_left_out(self.sources.text(scope), self.sources.call(called))
+    def _made_by_a_sure_call(self, add: Add, scope: Scope) -> bool:
+        """Whether an add is made by a function that ``scope`` calls whenever it runs."""
+        called = next((call for call in add.op.scope.outward() if call.parent is scope), None)
+        if called is None or called.call is None:
+            return False
+        return not may_be_left_out(self.sources.text(scope), self.sources.call(called))
 
     def _ran(self) -> None:
         """Note which expressions of entered functions ran: a call that did not run may call a block, too."""

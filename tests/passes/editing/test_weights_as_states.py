@@ -98,6 +98,30 @@ def test_in_a_module_that_runs_twice(topology: str) -> None:
     torch.testing.assert_close(rewired(memory), alone(memory) * alone(memory.sin()))
 
 
+class InAMethod(Queries):
+    """A method starts the trunk, in each of its calls."""
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return self.decode(memory) * self.decode(memory.sin())
+
+    def decode(self, memory: Tensor) -> Tensor:
+        x = self.queries
+        for block in self.blocks:
+            x = x + block(x + memory).tanh()
+        return x
+
+
+@pytest.mark.parametrize("topology", NO_QKV)
+def test_in_a_method_that_runs_twice(topology: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, memory = InAMethod(), torch.randn(3, WIDTH)
+    rewired = shaken(rewire.compile(model, topology, example_inputs=(memory,)), 0.1, 7)
+    alone = Queries()
+    alone.load_state_dict(model.state_dict())
+    alone = shaken(rewire.compile(alone, topology, example_inputs=(memory,)), 0.1, 7)
+    torch.testing.assert_close(rewired(memory), alone(memory) * alone(memory.sin()))
+    assert "not validated" not in caplog.text
+
+
 class ReadTwice(Queries):
     def forward(self, memory: Tensor) -> Tensor:
         x = self.queries + self.blocks[0](self.queries + memory)
