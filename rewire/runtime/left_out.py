@@ -52,7 +52,8 @@ class LeftOut(OpenStreams):
         ran = live.stream.position - live.first
         known = entry.number_of(entry.iterations, owner, module, ran - to)
         adds = None if known is None else known + to
-        live.unclear |= adds is None
+        live.unknown |= adds is None
+        live.looped = owner
         if adds is None or adds == ran:
             return value
         held = [part for part in tensors_and_streams(value) if isinstance(part, Tensor) and self._holding(part) is live]

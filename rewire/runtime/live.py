@@ -62,14 +62,22 @@ class Entry:
     def number_of(self, numbers: Mapping[str, int], owner: nn.Module, module: object, likely: int) -> int | None:
         """The number, in `iterations` or `calls`, of what runs ``module``, of the function's module ``owner``.
 
-        It is mostly ``likely``: these are looked at first. None if nothing is known to run ``module``.
+        It is mostly ``likely``. None if nothing is known to run ``module``, or if it may be either of several numbers:
+        a module that was put in another one's place, too, is at both.
         """
-        likely_first = sorted(numbers.items(), key=lambda item: item[1] != likely)
-        for path, number in likely_first:
-            if self.told_apart.get(path) is module:
-                return number
-        # it may have been replaced, as by an adapter
-        return next((number for path, number in likely_first if _submodule(owner, path) is module), None)
+        if any(number == likely and self.told_apart.get(path) is module for path, number in numbers.items()):
+            return likely
+        known = {path for path in numbers if self.told_apart.get(path) is module}
+        now = {path for path in numbers if _submodule(owner, path) is module}  # in place of another, as an adapter is
+        moved = known and not known & now
+        found = {numbers[path] for path in (known if moved else now)}
+        return likely if likely in found else found.pop() if len(found) == 1 else None
+
+    def has_one_twice(self, owner: nn.Module) -> bool:
+        """Whether a module stands in another one's place, too, so that it does not tell which iteration runs."""
+        now = {path: _submodule(owner, path) for path in self.iterations}
+        kept = {id(module) for path, module in now.items() if self.told_apart.get(path) is module}
+        return any(id(module) in kept for path, module in now.items() if self.told_apart.get(path) is not module)
 
     @property
     def in_use(self) -> Connection:
@@ -116,7 +124,8 @@ class Live:
         given: whether a called function has the stream now.
         called: whether the function was called with a value that its caller had read.
         unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
-        unclear: whether an iteration of a loop ran of which it is not known which one it is.
+        unknown: whether an iteration of a loop ran of which it is not known which one it is.
+        looped: the function's module, if the modules below it have told which iteration of a loop runs.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
         parallel: these sums and branches, each with its version counter when the sum was made.
         replaced: what stood for the value before adds were skipped: other variables may still hold it.
@@ -133,7 +142,8 @@ class Live:
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
         self.apart = False
-        self.given = self.unrecorded = self.unclear = False
+        self.given = self.unrecorded = self.unknown = False
+        self.looped: nn.Module | None = None
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self.parallel: list[tuple[Tensor, int | None]] = []
@@ -149,6 +159,13 @@ class Live:
         if self.entry is None or not isinstance(self.source, Tensor) or self.stream.position != self.skipped:
             return False
         return self.entry.adds.get(0) == len(self.stream.layout.units)
+
+    @property
+    def unclear(self) -> bool:
+        """Whether nothing tells which iterations were left out. To be asked only if some were: it looks up modules."""
+        if self.unknown or self.looped is None or self.entry is None:
+            return self.unknown
+        return self.entry.has_one_twice(self.looped)
 
     @property
     def overwritten(self) -> bool:

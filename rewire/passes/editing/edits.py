@@ -29,6 +29,8 @@ class Parameter:
         post: whether it brings a value from which the next state has yet to be computed.
         item: for a container of tensors, what leads to the one at which the trunk starts, or its number among them.
         told: if the method is called several times, how a module is written that is another one in each call.
+        reader: the statement that first reads it, if the trunk starts there and operations that did not run stand
+            before: the trunk starts with what the parameter has there.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Parameter:
     post: bool = False
     item: Item | None = None
     told: Written = ""
+    reader: Span | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,6 +430,8 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and "" in (a.told, b.told):  # the other brings the stream in a single call
         told = a.told or b.told
         a, b = dataclasses.replace(a, told=told), dataclasses.replace(b, told=told)
+    if isinstance(a, Parameter) and a.reader != b.reader:  # the stream comes in from outside in one of two calls
+        a, b = dataclasses.replace(a, reader=None), dataclasses.replace(b, reader=None)
     loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None, "joins": True}
     if getattr(a, "site", None) == getattr(b, "site", None):
         del loose["site"]

@@ -54,6 +54,7 @@ from rewire.passes.editing.variables import (
     place_returned,
     read_behind_ifs,
     returned_calls,
+    statements_behind,
 )
 from rewire.passes.find import Finding, overwritten
 from rewire.passes.finding.adds import CASTS, UNSCALED, Add, is_view
@@ -213,7 +214,10 @@ class _Planner:
                 self._check_start(scope, name, item)
             told, calls = self.carriers.told.get((scope.path, scope.code), ("", {}))
             function.calls.setdefault(self.name, {}).update(calls)
-            brought = Parameter(name, number, norm, post=post, item=item, told=told)
+            reader = None
+            if scope is self.carriers.begin and value is not None and len(names) == 1 and item is None and not post:
+                reader = self._reader_behind_ifs(scope, value, name, function.text.tree.body)
+            brought = Parameter(name, number, norm, post=post, item=item, told=told, reader=reader)
             function.put(("parameter", name, number), brought)
         if not names:
             if value is None or not (value.parameter or scope.holds(value.scope)):
@@ -233,20 +237,20 @@ class _Planner:
             norm, item = self._norm(scope, start, value), self._item_made(value, scope)
             self._check_started_once(scope, at, item)
             over = overwritten(self.flow, [value], self.adds[0])
-            reader = self._reader_behind_ifs(scope, value, at) if item is None else None
+            node, reader = next(iter(function.text.nodes.get(at, ())), None), None
+            variable = assigned(function.text, node) if node is not None and item is None else None
+            if node is not None and variable is not None:
+                reader = self._reader_behind_ifs(scope, value, variable, statements_behind(function.text, node))
             function.put(("open", at, item), Open(at, number, norm, item, over, reader))
 
-    def _reader_behind_ifs(self, scope: Scope, value: Op, at: Span) -> Span | None:
-        """The statement that first reads a trunk's first value, if an ``if`` before it may change the variable."""
-        text = self.sources.text(scope)
+    def _reader_behind_ifs(self, scope: Scope, value: Op, name: str, statements: Sequence[ast.stmt]) -> Span | None:
+        """The one of some statements that first reads ``value``, if an ``if`` before it may change the variable."""
         users = self.flow.users[value]
-        reader = read_behind_ifs(text, text.nodes[at][0]) if at in text.nodes else None
-        if reader is None or any(user.scope is scope for user in users):  # it is read before, too
-            return None
         calls = (call for user in users for call in user.scope.outward() if call.parent is scope)
-        lines = [place_of(*call.call)[0] or 0 for call in calls if call.call is not None]
-        read_before = any(line < reader.lineno for line in lines)
-        return None if read_before else span_of(reader)
+        places = [user.place for user in users if user.scope is scope] + [call.call for call in calls]
+        lines = {place_of(*place)[0] or 0 for place in places if place is not None}
+        reader = read_behind_ifs(name, statements, lines)
+        return None if reader is None or any(line < reader.lineno for line in lines) else span_of(reader)
 
     def _check_one_first(self, value: Op, scope: Scope) -> None:
         """Refuse a first state that a lambda or a comprehension makes among others."""

@@ -502,15 +502,34 @@ def bound_before(text: Text, statement: ast.AST) -> set[str]:
     return names
 
 
-def read_behind_ifs(text: Text, node: ast.AST) -> ast.stmt | None:
-    """The statement that first reads a variable assigned at ``node``, if an ``if`` in between may change it."""
-    name, statement = assigned(text, node), text.statement(node)
+def statements_behind(text: Text, node: ast.AST) -> list[ast.stmt]:
+    """The statements that follow the one of ``node`` in the same body."""
+    statement = text.statement(node)
     lists = [getattr(text.parents[statement], field, None) for field in ("body", "orelse", "finalbody")]
     body = next((each for each in lists if isinstance(each, list) and statement in each), [])
-    behind = body[body.index(statement) + 1 :] if name is not None else []
-    ifs = [*itertools.takewhile(lambda each: isinstance(each, ast.If) or not _mentions(each, name or ""), behind)]
-    stored = (n for each in ifs for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return behind[len(ifs)] if len(ifs) < len(behind) and any(n.id == name for n in stored) else None
+    return body[body.index(statement) + 1 :] if body else []
+
+
+def read_behind_ifs(name: str, statements: Sequence[ast.stmt], reads: Set[int]) -> ast.stmt | None:
+    """The first of some statements that reads a variable, if an ``if`` among those before it may change that.
+
+    Args:
+        name: of the variable.
+        statements: of one body.
+        reads: the lines with operations that have read its value.
+    """
+
+    def passed(each: ast.stmt) -> bool:
+        return not _mentions(each, name) or (isinstance(each, ast.If) and reads.isdisjoint(_lines(each)))
+
+    before = [*itertools.takewhile(passed, statements)]
+    stored = (n for each in before for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    changes = len(before) < len(statements) and any(n.id == name for n in stored)
+    return statements[len(before)] if changes else None
+
+
+def _lines(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _binds(statements: Sequence[ast.stmt], name: str) -> bool:
@@ -534,4 +553,7 @@ def _returns(value: ast.expr | None, name: str) -> bool:
 
 
 def _mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
+    """Whether the value of a variable is used, rather than its shape or type alone."""
+    described = {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Attribute) and inner.attr in _FREE}
+    names = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and inner.id == name)
+    return any(inner not in described for inner in names)

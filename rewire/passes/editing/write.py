@@ -124,12 +124,7 @@ class _Editor:
         """The lines at the start of the function's body."""
         tree, text = self.text.tree, self.text.text
         lines = [f"{self.depth} = {self._gate}.enter()"]
-        for edit in self.edits:
-            if isinstance(edit, Parameter):
-                how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
-                how += [f"width={edit.width}"] if edit.qkv and edit.width else []
-                how += [f"before=({self.text.receiver}, {edit.told})"] if edit.told else []
-                lines.append(f"{edit.name} = {self.depth}.open({', '.join(how)})")
+        lines += [self._brings(edit) for edit in self.edits if isinstance(edit, Parameter) and edit.reader is None]
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])
         line = text.rfind("\n", 0, start) + 1
@@ -137,6 +132,13 @@ class _Editor:
         if indent.strip():  # on the same line as the ``def``
             return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
         return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
+
+    def _brings(self, edit: Parameter) -> str:
+        """The line that opens what a parameter brings."""
+        how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
+        how += [f"width={edit.width}"] if edit.qkv and edit.width else []
+        how += [f"before=({self.text.receiver}, {edit.told})"] if edit.told else []
+        return f"{edit.name} = {self.depth}.open({', '.join(how)})"
 
     def _begins_later(self, edit: Parameter) -> bool:
         """Whether the trunk of a parameter may start further on: at an expression, or in a called function."""
@@ -249,6 +251,10 @@ class _Editor:
             line = f"{edit.name} = {self.depth}.reach({edit.name}, {adds}, {how})"
             changes += self._line_behind(self._statement(at), line)
         return changes
+
+    def _parameter(self, edit: Parameter) -> list[Change]:
+        """The line before a later statement; that at the start of the body is one of `_entry`."""
+        return [] if edit.reader is None else self._before(self._statement(edit.reader), self._brings(edit))
 
     def _open(self, edit: Open) -> list[Change]:
         if edit.reader is not None:
@@ -598,6 +604,7 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Reach: _Editor._reach,
     Iteration: _Editor._iteration,
     Push: _Editor._push,
+    Parameter: _Editor._parameter,
     Open: _Editor._open,
     View: _Editor._view,
     Through: _Editor._through,

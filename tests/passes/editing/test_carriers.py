@@ -352,6 +352,71 @@ class Vim(nn.Module):
         return residual + x  # type: ignore[operator, no-any-return]
 
 
+class LastOnly(nn.Module):
+    """Keeps the last position of what it is given, where it has seen the others before (x-transformers)."""
+
+    def __init__(self, body: str = "adds") -> None:
+        super().__init__()
+        self.layers, self.body = (
+            nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)]) for _ in range(4)),
+            body,
+        )
+
+    def forward(self, x: Tensor, last: bool = False) -> Tensor:
+        if x.shape[1] > 9:
+            raise ValueError(f"{x.shape[1]} positions")
+        if last:
+            x = x[:, -1:]
+        if self.body == "adds":
+            for norm, f in self.layers:
+                x = x + f(norm(x))
+        elif self.body == "kept":
+            for norm, f in self.layers:
+                residual = x
+                x = f(norm(x)) + residual
+        else:
+            x = self.helper(x)
+        return x.tanh()
+
+    def helper(self, x: Tensor) -> Tensor:
+        for norm, f in self.layers:
+            x = x + f(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("body", ["adds", "kept", "helper"])
+@pytest.mark.parametrize("topology", ["denseformer", "hc-static", "grn-v1"])
+def test_what_stands_between_a_parameter_and_the_blocks(topology: str, body: str) -> None:
+    """An operation that the example leaves out makes the first state."""
+    x, model = torch.randn(2, 3, 8), LastOnly(body)
+    rewired = rewire.compile(model, topology, example_inputs=(x,))
+    for last in (False, True):
+        torch.testing.assert_close(rewired(x, last), model(x, last))
+    for connection in rewire.connections(rewired).values():
+        for weight in connection.parameters():
+            nn.init.normal_(weight, 0.5, 0.5)
+    torch.testing.assert_close(rewired(x, True), rewired(x[:, -1:]))
+
+
+class Renamed(LastOnly):
+    """Keeps, too, what it was given."""
+
+    def forward(self, x: Tensor, last: bool = False) -> Tensor:
+        given = x
+        if last:
+            x = x[:, -1:]
+        for norm, f in self.layers:
+            given = x = given + f(norm(x))
+        return x
+
+
+def test_a_parameter_that_has_another_name_by_then() -> None:
+    """The trunk starts at the beginning, as that is its first state under either name."""
+    x, model = torch.randn(2, 3, 8), Renamed()
+    rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
+    torch.testing.assert_close(rewired(x), model(x))
+
+
 @pytest.mark.parametrize("topology", ["denseformer", "hc-static", "grn-v1"])
 def test_what_stands_between_an_embedding_and_the_blocks(topology: str) -> None:
     x = torch.randn(2, 3, 8)

@@ -230,6 +230,25 @@ def test_blocks_that_are_removed_or_moved_later(topology: str) -> None:
         rewired(x)
 
 
+def test_blocks_that_stand_in_the_place_of_others_too() -> None:
+    """Such a block tells nothing about what was left out: the first iteration's block may run in the last one."""
+    rewired = moved(rewire.compile(net_of(BODIES["continue"]), "denseformer", example_inputs=(written_input(),)))
+    x = written_input()
+    twin = copy.deepcopy(rewired)
+    twin.blocks[2] = copy.deepcopy(twin.blocks[0])
+    rewired.blocks[2] = rewired.blocks[0]
+    torch.testing.assert_close(rewired(x), twin(x))
+    for rewired.skip in ((0, 1), (1,), (2,)):
+        with pytest.raises(rewire.OutOfOrder):
+            rewired(x)
+    rewired.blocks[2] = copy.deepcopy(rewired.blocks[0])
+    for skip in ((0, 1), (1,), (2,)):
+        rewired.skip = ()
+        expected = without(rewired, x, *skip)
+        rewired.skip = skip
+        torch.testing.assert_close(rewired(x), expected)
+
+
 @pytest.mark.parametrize("loop", ["for n in range(self.count):\n    block = self.blocks[n]\n", ""])
 def test_loops_of_a_number_that_changes(loop: str) -> None:
     added = ADDS if loop else ADDS.replace("block.", "self.blocks[n].")
