@@ -15,7 +15,7 @@ from torch import nn
 
 from rewire.code.edited import edits_of, is_edited, original_class
 from rewire.code.text import Text, lines_of, text_of
-from rewire.errors import RewireError, UnknownName, did_you_mean
+from rewire.errors import RewireError, UnknownName, check_type, did_you_mean
 from rewire.passes.editing.apply import is_opened
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.runtime.connection import connections, learned_connections
@@ -57,6 +57,7 @@ def source(model: nn.Module, path: str) -> str:
     """The source of the edited forward of the block at ``path``, and of the edited functions that it calls.
 
     Raises:
+        TypeError: the path is no string.
         UnknownName: there is no module at that path.
         RewireError: that module was not edited.
 
@@ -71,6 +72,7 @@ def source(model: nn.Module, path: str) -> str:
         <BLANKLINE>
     """
     connections(model)
+    check_type("path", path, str)
     try:
         module = model.get_submodule(path)
     except AttributeError:

@@ -2,8 +2,10 @@
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from types import CodeType
+from typing import TypeGuard
 
 
 class RewireError(Exception):
@@ -97,8 +99,19 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 def check_positive(option: str, value: float | None, like: float, optional: bool = False) -> None:
     """Raise ValueError if ``value`` is not a positive number; ``optional``: None is allowed, too."""
-    if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
+    if not (optional and value is None) and not (is_number(value) and 0 < value < math.inf):
         raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")
+
+
+def check_small(option: str, value: float) -> None:
+    """Raise ValueError if ``value`` is not a number from 0 to 0.01."""
+    if not (is_number(value) and 0 <= value <= 0.01):
+        raise ValueError(f"{option}={value!r}: it has to be a small number, from 0 to 0.01.")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a real number, and no truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rewire.console import Shown, table
 from rewire.copies import M, outside_inference_mode, shared
-from rewire.errors import BadExampleInputs, UnsupportedTopology
+from rewire.errors import BadExampleInputs, UnsupportedTopology, is_number
 from rewire.mixes.history import History
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.inputs import inputs_for
@@ -121,7 +121,7 @@ def freeze(model: M, threshold: float = 1e-3, example_inputs: object = None) -> 
         Frozen at threshold 0.05; change of the outputs: ...
     """
     learned = learned_connections(model, "there is nothing to freeze")
-    if not threshold >= 0:
+    if not (is_number(threshold) and threshold >= 0):
         raise ValueError(f"threshold={threshold!r}: it has to be 0 or a positive number, like 1e-3.")
     check_unwrapped(model)
     check_loaded(model, "frozen")

@@ -26,7 +26,7 @@ def said(text: str) -> tuple[str, Options]:
     """The name and the options in ``name:option=value,option=value``; values are Python literals or strings.
 
     Raises:
-        ValueError: an option has no value.
+        ValueError: an option has no value, or two.
     """
     name, _, rest = text.partition(":")
     options = {}
@@ -34,6 +34,8 @@ def said(text: str) -> tuple[str, Options]:
         option, separator, value = part.partition("=")
         if not (option.strip() and separator and value):
             raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
+        if option.strip() in options:
+            raise ValueError(f"'{text}': {option.strip()} is given twice.")
         options[option.strip()] = value_of(value)
     return name, options
 
@@ -51,9 +53,9 @@ def with_said(kind: str, text: str, options: Options) -> tuple[str, Options]:
 
 
 def value_of(text: str) -> Any:
-    """``text`` as a Python literal if it is one; else as a string."""
+    """``text`` as a Python literal if it is one, or as ``true`` or ``false``; else as a string."""
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
     except (SyntaxError, ValueError):
         return text.strip()
 
@@ -162,9 +164,11 @@ class Factories(Registry[Callable[..., V]]):
             raise TypeError(f"{self.kind} must be a name or a {self.public}, not {type(given).__name__}.")
         given, options = with_said(self.kind, given, options)
         factory = self.get(given)
-        allowed = list(inspect.signature(factory).parameters)
-        for option in options:
+        allowed = inspect.signature(factory).parameters
+        for option, value in options.items():
             if option not in allowed:
                 takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
                 raise TypeError(f"{self.kind} '{given}' has no option '{option}': {takes}.")
+            if allowed[option].annotation in (bool, "bool") and not isinstance(value, bool):  # "no" is true in Python
+                raise ValueError(f"{option}={value!r}: it has to be True or False.")
         return factory(**options)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import RewireError, UnsupportedTopology
+from rewire.errors import RewireError, UnsupportedTopology, check_positive
 from rewire.init import Roles
 from rewire.init.initializers.mup import Factors, MuP
 from rewire.init.roles import roles as roles_of
@@ -178,8 +178,7 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
         >>> rewired = rewire.compile(model, "ancre-ingoing", start="paper", example_inputs=(x,))
         >>> loss = rewired(x).mean() + 0.01 * rewire.sparsity_penalty(rewired)
     """
-    if not q > 0:
-        raise ValueError(f"q={q!r}: the entropic index has to be above 0.")
+    check_positive("q", q, 2.0)
     found, entropies = learned_connections(model), []
     for connection in found.values():
         layout = connection.layout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,25 @@ def test_arguments_of_other_types(name: str, tmp_path: Path, monkeypatch: pytest
                 pass
             except Exception as error:
                 raise AssertionError(f"{name}({parameter.name}={wrong!r})") from error
+
+
+NUMBERS: tuple[tuple[Callable[..., object], str], ...] = (
+    (rewire.freeze, "threshold"),
+    (rewire.sparsity_penalty, "q"),
+    (lambda model, probes: rewire.diagnose(model, written_input(), probes=probes), "probes"),
+    (lambda model, at_most: rewire.ablate(model, [written_input()], at_most=at_most), "at_most"),
+    (lambda model, at_once: rewire.ablate(model, [written_input()], at_once=at_once), "at_once"),
+    (lambda model, of: rewire.ablate(model, [written_input()], of=of), "of"),
+    (lambda model, max_shard_bytes: rewire.save(model, "saved", max_shard_bytes=max_shard_bytes), "max_shard_bytes"),
+)
+
+
+@pytest.mark.parametrize("wrong", ["many", -1, 0.5j, object()])
+@pytest.mark.parametrize(("function", "option"), NUMBERS)
+def test_what_is_no_number(function: Callable[..., object], option: str, wrong: object) -> None:
+    rewired = rewire.compile(written_net(), "denseformer", example_inputs=written_input(), validate=False)
+    with pytest.raises(ValueError, match=f"{option}={re.escape(repr(wrong))}: it has to "):
+        function(rewired, **{option: wrong})
 
 
 def test_the_errors_name_the_argument() -> None:

@@ -13,7 +13,7 @@ from rewire.console import progress
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.effects import Ablation, What
 from rewire.diagnostics.losses import Loss, loss_of_model
-from rewire.errors import BadExampleInputs, UnsupportedTopology
+from rewire.errors import BadExampleInputs, UnsupportedTopology, check_count
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import learned_connections
 
@@ -63,9 +63,10 @@ def ablate(
         >>> len(found.units), found.units[0].path
         (6, 'blocks.0.attn')
     """
-    unknown = set(of or ()) - set(get_args(What))
-    if unknown or at_once < 1 or (at_most is not None and at_most < 0):
-        raise ValueError(f"of={of!r}, at_most={at_most!r}, at_once={at_once!r}: 'unit', 'source' or 'edge'; 0 or more.")
+    if not (of is None or isinstance(of, Iterable)) or set(of or ()) - set(get_args(What)):
+        raise ValueError(f"of={of!r}: it has to name some of {', '.join(map(repr, get_args(What)))}.")
+    check_count("at_most", at_most, 0, optional=True)
+    check_count("at_once", at_once, 1)
     if not isinstance(seed, int):
         raise TypeError(f"seed must be a whole number, not {seed!r}.")
     learned = learned_connections(model, "there is nothing to ablate", one_model=True)

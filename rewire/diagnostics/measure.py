@@ -26,7 +26,7 @@ from rewire.diagnostics.signals import (
     mean_squared_singular_value,
     precise,
 )
-from rewire.errors import BadExampleInputs, RewireError
+from rewire.errors import BadExampleInputs, RewireError, check_count
 from rewire.passes.validating.tensors import tensors_in
 from rewire.topologies.base import total
 from rewire.torch_internals import pytree
@@ -110,8 +110,7 @@ def diagnose(
         >>> [site.name for site in found.trunks[0].sites][:2]
         ['blocks.0.attn', 'blocks.0.mlp']
     """
-    if probes < 0:
-        raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")
+    check_count("probes", probes, 0)
     inputs = inputs_of(model, batch)
     if any(tensor.numel() == 0 for tensor in tensors_in(inputs)):
         raise BadExampleInputs("the batch is empty: there is nothing to measure.")

@@ -217,8 +217,8 @@ def sparsify(
 def _named(trunk: str | None, learned: Mapping[str, Connection]) -> str:
     if trunk is None and len(learned) == 1:
         return next(iter(learned))
-    if trunk in learned:
-        return str(trunk)
+    if isinstance(trunk, str) and trunk in learned:
+        return trunk
     known = ", ".join(learned)
     told = "there are several trunks" if trunk is None else f"the model has no rewired trunk '{trunk}'"
     raise UnknownName(f"{told}: pass trunk= one of {known}.")

@@ -46,7 +46,7 @@ def chosen_topologies(
     start: Start,
 ) -> dict[str, Topology]:
     """Topologies by name of a trunk, or part of one; the empty key stands for all trunks."""
-    if names is not None and not all(isinstance(name, str) for name in names):
+    if names is not None and not (isinstance(names, Collection) and all(isinstance(name, str) for name in names)):
         raise TypeError("trunks has to hold the names of trunks: rewire.inspect(model) shows them.")
     if not isinstance(topology, Mapping):
         if names is not None and len(names) == 0:

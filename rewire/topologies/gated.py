@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import check_choice, check_count
+from rewire.errors import check_choice, check_count, check_small
 from rewire.mixes.again import made_again, sparing
 from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
@@ -63,8 +63,7 @@ class GatedHyperConnections(Topology[Named]):
         check_count("streams", self.streams, 2)
         check_count("rank", self.rank, 1)
         check_choice("reads", self.reads, get_args(Reads))
-        if not 0 <= self.norm_eps <= 0.01:
-            raise ValueError(f"norm_eps={self.norm_eps!r}: it has to be a small number, from 0 to 0.01.")
+        check_small("norm_eps", self.norm_eps)
 
     def for_start(self, start: Start) -> GatedHyperConnections:
         return dataclasses.replace(self, reads="streams") if start == "preserve" else self

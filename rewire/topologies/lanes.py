@@ -46,7 +46,7 @@ class TwoLanes(HyperConnections):
 
     def __post_init__(self) -> None:
         check_count("last", self.last, 1)
-        object.__setattr__(self, "second", units := checked_units(self.second))
+        object.__setattr__(self, "second", units := checked_units(self.second, "second"))
         if units and OUTPUT in units:
             raise ValueError("second='output': the output is the mean of both lanes.")
 

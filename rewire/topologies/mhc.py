@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import check_choice, check_count, check_positive
+from rewire.errors import check_choice, check_count, check_positive, check_small
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
@@ -134,9 +134,8 @@ class ManifoldHyperConnections(ParallelStreams):
         if self.delayed and self.entry_scales:
             raise ValueError("entry_scales=True: with delayed=True unit 1 would read a scaled input. Leave out one.")
         check_positive("magnitude", self.magnitude, 2.0)
-        for option in ("eps", "norm_eps"):
-            if not 0 <= getattr(self, option) <= 0.01:
-                raise ValueError(f"{option}={getattr(self, option)!r}: it has to be a small number, from 0 to 0.01.")
+        check_small("eps", self.eps)
+        check_small("norm_eps", self.norm_eps)
 
     def for_start(self, start: Start) -> ManifoldHyperConnections:
         return dataclasses.replace(self, output="mean") if start == "preserve" and self.output == "sum" else self

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology, check_count
+from rewire.errors import UnsupportedTopology, check_count, is_number
 from rewire.mixes.again import keep_some
 from rewire.mixes.mix import Mix, mix, pending_mix, softmax
 from rewire.mixes.tokens import project_normed
@@ -61,6 +61,8 @@ class MultiGate(Topology[Named]):
 
     def __post_init__(self) -> None:
         check_count("streams", self.streams, 2)
+        if self.bias is not None and not (is_number(self.bias) and math.isfinite(self.bias)):
+            raise ValueError(f"bias={self.bias!r}: it has to be a number, like -3.0, or None.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``queries``, w, float32 [T, D]; ``gates``, v [T - n + 1, D], and ``bias``, c [T - n + 1, n], if T >= n.

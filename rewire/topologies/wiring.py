@@ -147,21 +147,22 @@ class FewHistory(History):
         return FewHistory(self.table, map(view, self.states), reading)
 
 
-def checked_units(units: Any) -> tuple[Unit, ...] | None:
-    """The option ``units=`` in the form in which topologies keep it.
+def checked_units(units: Any, option: str = "units") -> tuple[Unit, ...] | None:
+    """The option ``units=``, or another one that names units, in the form in which topologies keep it.
 
     Raises:
         ValueError: it has anything but numbers, "output" and kinds.
     """
     if units is None:
         return None
-    found = tuple(_unit(unit, units) for unit in ([units] if isinstance(units, int | str) else units))
+    given = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
+    found = tuple(_unit(unit, option, units) for unit in given)
     if not found:
-        raise ValueError("units is empty, so no unit would read. Leave it out to let all units read.")
+        raise ValueError(f"{option} is empty, so no unit would read. Leave it out to let all units read.")
     return tuple(dict.fromkeys(found))
 
 
-def _unit(unit: Any, given: object) -> Unit:
+def _unit(unit: Any, option: str, given: object) -> Unit:
     """A number, perhaps written as a string, as in keys of JSON; or a name."""
     if isinstance(unit, str) and (unit == OUTPUT or unit in KINDS):
         return unit
@@ -171,7 +172,7 @@ def _unit(unit: Any, given: object) -> Unit:
         number = 0
     if number == 0 or isinstance(unit, bool):
         raise ValueError(
-            f"units={given!r}: a unit is its number (from 1, or negative from the end), 'output', or a kind of "
+            f"{option}={given!r}: a unit is its number (from 1, or negative from the end), 'output', or a kind of "
             f"branch, one of {', '.join(map(repr, KINDS))}."
         )
     return number
@@ -185,8 +186,8 @@ def checked_sources(sources: Any) -> Named | None:
     """
     if sources is None:
         return None
-    given = tuple(sources.items()) if isinstance(sources, Mapping) else sources
-    given = (given,) if isinstance(given, int | str) else tuple(given)
+    given = sources.items() if isinstance(sources, Mapping) else sources
+    given = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     if not given:
         raise ValueError(
             "sources is empty: there would be nothing to read. Leave it out to let units read all sources."
@@ -199,7 +200,7 @@ def checked_sources(sources: Any) -> Named | None:
 def _of_unit(pair: Any, given: object) -> tuple[Unit, tuple[int, ...]]:
     if len(pair) != 2 or isinstance(pair[0], list | tuple):
         raise _wrong(given)
-    ((unit,), numbers) = checked_units(pair[0]) or (), checked_sources(pair[1])
+    unit, numbers = _unit(pair[0], "sources", given), checked_sources(pair[1])
     if unit in KINDS or not numbers or isinstance(numbers[0], tuple):
         raise _wrong(given)
     return unit, numbers
@@ -213,8 +214,8 @@ def checked_channels(channels: Any) -> tuple[Channel, ...] | None:
     """
     if channels is None:
         return None
-    given = (channels,) if isinstance(channels, str) else tuple(channels)
-    if not given or not set(given) <= set(CHANNELS):
+    given = list(channels) if isinstance(channels, Iterable) and not isinstance(channels, str) else [channels]
+    if not given or any(channel not in CHANNELS for channel in given):
         raise ValueError(f"channels={channels!r}: it has to name some of {', '.join(map(repr, CHANNELS))}.")
     return tuple(channel for channel in CHANNELS if channel in given)
 

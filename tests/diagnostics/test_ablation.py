@@ -343,7 +343,7 @@ def test_errors() -> None:
         rewire.ablate(model, [], loss=squares)
     with pytest.raises(rewire.RewireError, match=r"is a tensor of shape \[3, 7, 8\]"):
         rewire.ablate(model, [batch()], loss=lambda model, data: model(data[0]))
-    with pytest.raises(ValueError, match="'unit', 'source' or 'edge'"):
+    with pytest.raises(ValueError, match="some of 'unit', 'source', 'edge'"):
         rewire.ablate(model, [batch()], loss=squares, of=["state"])  # type: ignore[list-item]
     with pytest.raises(rewire.RewireError, match=r"not a dict of the model's arguments"):
         rewire.ablate(model, [batch()])

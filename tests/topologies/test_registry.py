@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -35,6 +36,37 @@ def test_options_without_a_value(text: str) -> None:
     else:
         with pytest.raises(ValueError, match=f"'{text}': an option is written name=value"):
             said(text)
+
+
+@pytest.mark.parametrize("text", ["hc-static:streams=2,streams=3", "ancre-ingoing:block=2:block=2"])
+def test_options_that_are_given_twice(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}': (streams|block) is given twice"):
+        said(text)
+
+
+#: What people pass by mistake.
+WRONG = ("nonsense", 2.5, -1, None, [], {}, float("nan"), object(), [1, "x"], {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name, factory in _FACTORIES.items() for option in inspect.signature(factory).parameters],
+)
+def test_what_options_cannot_be(name: str, option: str) -> None:
+    for wrong in WRONG:
+        if wrong in (None, 2.5, -1):  # some options take them
+            with contextlib.suppress(TypeError, ValueError):
+                make_topology(name, {option: wrong})
+        else:
+            with pytest.raises((TypeError, ValueError), match=rf"\b{option}\b"):
+                make_topology(name, {option: wrong})
+
+
+def test_options_that_are_true_or_false() -> None:
+    """A word is true in Python, whatever it says."""
+    assert said("mhc:delayed=true,scaled=False") == ("mhc", {"delayed": True, "scaled": False})
+    with pytest.raises(ValueError, match="separate_norms='no': it has to be True or False"):
+        make_topology("dca:separate_norms=no", {})
 
 
 def test_options_in_a_name_are_those_of_the_call() -> None:
