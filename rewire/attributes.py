@@ -24,6 +24,8 @@ NO_WEIGHT_DECAY = "_no_weight_decay"
 RECOMPUTE = "_rewire_recompute"
 #: In `copy.deepcopy`'s memo: the ids of all modules that are copied, some of them later.
 COPIED = "_rewire_copied"
+#: In its keys: what refers to a connection, and was copied before that is, if it is.
+WAITING = "_rewire_waiting"
 #: On hooks that take streams themselves, instead of the tensors that these stand for.
 TAKES_STREAMS = "takes_streams"
 

@@ -96,10 +96,11 @@ def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     assert any("depth_connections" in name for name in loaded.state_dict)
 
 
-def test_an_exported_program_needs_no_rewire(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels run, too."""
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "mhc"])
+def test_an_exported_program_needs_no_rewire(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels run, too; nor does it need rewire's operators, which ONNX does not know."""
     monkeypatch.setattr(switch, "INTERPRETED", True)
-    graph = exported(mixed(Stack(PreNorm), "ancre-ingoing").eval()).graph
+    graph = exported(mixed(Stack(PreNorm, depth=2), topology).eval()).graph
     assert not [node for node in graph.nodes if "rewire" in str(node.target)]
 
 

@@ -65,6 +65,21 @@ def test_copied_blocks_use_the_weights_of_the_model_that_holds_them(which: str, 
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("topology", [ANCRE, "hc-static", "dca"])
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_blocks_of_another_rewired_model_are_refused(number: int, topology: str) -> None:
+    """The first block would bring the connections of its own model, in silence; from the others nothing tells it."""
+    model, other = (mixed(Stack(PreNorm), topology, example_inputs=(vectors(),)) for _ in range(2))
+    expected, own = model(vectors()), model.layers[number]
+    alone = pickle.loads(pickle.dumps(own))
+    for block in (other.layers[number], copy.deepcopy(other.layers[number]), alone):
+        model.layers[number] = block
+        with pytest.raises(rewire.OutOfOrder, match=r"were rewired in two models.*load_state_dict.*rewire\.restore"):
+            model(vectors())
+    model.layers[number] = own
+    assert torch.equal(model(vectors()), expected)
+
+
 def test_new_instances_of_a_rewired_class_have_no_connections() -> None:
     plain = nn.Sequential(nn.Linear(32, 32), PreNorm(), PreNorm(), nn.Linear(32, 5))
     x = torch.randn(2, 3, 32)
@@ -99,6 +114,23 @@ def test_two_rewired_models_in_one_module() -> None:
     torch.testing.assert_close(frozen(x), model(x))
     with pytest.raises(rewire.RewireError, match=r"holds several rewired models.*actor\.layers, critic\.layers"):
         rewire.ablate(model, [x], loss=lambda net, batch: net(batch))
+    outer = mixed(Stack(PreNorm, 2))
+    outer.out = nn.Sequential(mixed(Stack(PreNorm, 3)), outer.out)
+    assert [*rewire.connections(outer)] == ["out.0.layers", "layers"]
+
+
+@pytest.mark.parametrize("topology", [ANCRE, "hc-static", "dca"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_that_were_cast(assign: bool, topology: str) -> None:
+    """As a whole, to save space: connection weights are float32 again."""
+    model, x = mixed(Stack(PreNorm), topology, example_inputs=(vectors(),)).bfloat16(), vectors().bfloat16()
+    cast = {name: value.bfloat16() for name, value in model.state_dict().items() if value.is_floating_point()}
+    others = {name: value for name, value in model.state_dict().items() if name not in cast}
+    model.load_state_dict({**cast, **others}, assign=assign)
+    assert {weight.dtype for weight in learned(model).values()} == {torch.float32}
+    result = model(x)
+    result.float().sum().backward()
+    assert result.dtype == torch.bfloat16 and all(weight.grad is not None for weight in learned(model).values())
 
 
 def test_a_rewired_model_deeper_inside() -> None:

@@ -60,6 +60,11 @@ class Lines:
         line, end_line, column, end_column = span_of(node)
         return self.index(line, column), self.index(end_line, end_column)
 
+    def start(self, statement: ast.stmt) -> int:
+        """Index of a statement's first character: that of its first decorator, if it has some."""
+        lines = [statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))]
+        return self.index(min(lines), statement.col_offset)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Text(Lines):

@@ -9,13 +9,13 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import CONNECTIONS, NO_WEIGHT_DECAY
+from rewire.attributes import CONNECTIONS, NO_WEIGHT_DECAY, WAITING
 from rewire.errors import RewireError
 from rewire.kernels.switch import listened
 from rewire.mixes.autograd import under_transforms
@@ -124,6 +124,14 @@ class Connection(Watched):
         for name in [*parameters_of(self), *buffers_of(self)]:
             delattr(self, name)
         self._connect(layout, "preserve", device)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        for entry in memo.pop((WAITING, id(self)), ()):
+            entry.connection = made
+        return made
 
     def reset_parameters(self) -> None:
         """Reset weights and constants to their start values (after ``to_empty``, for example)."""
@@ -377,13 +385,20 @@ class Connection(Watched):
             told = "The state dict is one of a plain model: the connection weights of trunk '%s' stay as they are."
             logger.warning(told, self.layout.trunk)
             return
-        state_dict = self._in_form(state_dict, prefix)
+        state_dict = self._in_dtypes(self._in_form(state_dict, prefix), prefix)
         recipe = state_dict.get(f"{prefix}_extra_state")
         if isinstance(recipe, Tensor):
             ratios = {prefix + name: ratio for name, ratio in self._ratios(read_recipe(recipe)).items()}
             changed = [key for key in ratios if key in state_dict]
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+
+    def _in_dtypes(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """The state dict with the weights in the dtypes used here: one that was cast may be assigned, not copied."""
+        kept = {**parameters_of(self), **buffers_of(self)}
+        held = {prefix + name: own.dtype for name, own in kept.items() if own is not None}
+        other = {key for key, dtype in held.items() if key in state_dict and state_dict[key].dtype != dtype}
+        return state_dict | {key: state_dict[key].detach().to(held[key]) for key in other}
 
     def _in_form(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """The state dict with weights split by unit if they are split here, and whole otherwise."""
@@ -520,7 +535,7 @@ def connections(model: nn.Module) -> dict[str, Connection]:
 
 def _with_owner(path: str, trunk: str) -> str:
     """A trunk's name below the path of its rewired model, from the path of its connection: ``actor.blocks``."""
-    above, below = path.split(f".{CONNECTIONS}.")[0].split("."), trunk.split(".")
+    above, below = f".{path}".split(f".{CONNECTIONS}.")[0].split(".")[1:], trunk.split(".")
     shared = max(n for n in range(min(len(above), len(below)) + 1) if above[len(above) - n :] == below[:n])
     return ".".join([*above, *below[shared:]])
 

@@ -130,6 +130,8 @@ class Depth(Calls, LeftOut):
         if stream.shared.ended and not stream.complete:
             stream.shared.run_again()
         entry = self._entry(stream)
+        if entry is not None and stream.shared.begun_by not in (None, entry.connection):
+            raise self._of_another_model(entry)
         if entry is not None and before:
             owner, module = looked_up(*before)
             if module is None:  # it is none of the calls that add
@@ -156,6 +158,14 @@ class Depth(Calls, LeftOut):
                 "or leave out none (a probability of layer dropping of 0)."
             )
         return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
+
+    def _of_another_model(self, entry: Entry) -> OutOfOrder:
+        return OutOfOrder(
+            f"block '{self.block}' ({self.where}) and the block that began the stream of trunk '{entry.trunk}' were "
+            "rewired in two models, and each brings the connections of its own. Copy the weights instead, as in "
+            "`model.blocks[0].load_state_dict(other.blocks[0].state_dict())`, or put the blocks together first and "
+            "rewire the model then: rewire.restore gives the plain models."
+        )
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry, before: Sequence[Any]) -> Tensor:
         """Begin a stream with a plain tensor, and return its value."""
@@ -187,6 +197,7 @@ class Depth(Calls, LeftOut):
         # torch.distributed.pipelining.pipeline unflattens exported modules, and this one is not a child of any block
         begin = connection.forward if torch.compiler.is_exporting() else connection
         stream = begin(counted(value))
+        stream.shared.begun_by = entry.connection
         if entry.read_below:
             stream.shared.input = value
         return self._track(Live(stream, entry, value), norm)
@@ -441,9 +452,10 @@ class Depth(Calls, LeftOut):
 
     def _check_factor(self, factor: object) -> None:
         if isinstance(factor, Tensor) or factor != 1:
+            by = f"a tensor of shape {[*factor.shape]}" if isinstance(factor, Tensor) else factor
             raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, but did so by 1 "
-                f"when it was rewired: connections would have to learn the factor.{self.advice}"
+                f"block '{self.block}' ({self.where}) multiplies the residual stream by {by}, but did so by 1 when it "
+                f"was rewired: connections would have to learn the factor.{self.advice}"
             )
 
     def apply(self, function: Callable[..., Any], *values: object) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.attributes import CONNECTIONS, COPIED
+from rewire.attributes import CONNECTIONS, COPIED, WAITING
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
 from rewire.runtime.held import Post, Reading
@@ -89,13 +88,15 @@ class Entry:
         return found
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Entry:
-        """A copy, which refers to the copies of the trunk's owner and connection; to themselves where these stay."""
+        """A copy, which refers to the copies of the trunk's owner and connection; to themselves where they stay."""
         held, connection = self.held, self.connection
-        if held is None or id(held[0]) in memo or id(held[0]) in memo.get(COPIED, ()):
-            held = (memo[id(held[0])], held[1]) if held is not None and id(held[0]) in memo else None
-            connection = copy.deepcopy(connection, memo)
+        if held is not None and (id(held[0]) in memo or id(held[0]) in memo.get(COPIED, ())):
+            held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None
         told_apart = {path: memo[id(module)] for path, module in self.told_apart.items() if id(module) in memo}
-        made = dataclasses.replace(self, connection=connection, adds=dict(self.adds), told_apart=told_apart, held=held)
+        made = dataclasses.replace(self, adds=dict(self.adds), told_apart=told_apart, held=held)
+        made.connection = memo.get(id(connection), connection)
+        if made.connection is connection:  # a block alone is copied; or the connection will be, later
+            memo.setdefault((WAITING, id(connection)), []).append(made)
         return made
 
 

@@ -19,6 +19,7 @@ class Shared:
     weights, which have to stay float32.
 
     Attributes:
+        begun_by: the connection, as the function knows it in which the stream began; None on later pipeline stages.
         weights: the effective weights.
         learned: the learned weights behind them, by name: pipelines send these to later stages.
         recorded: whether autograd was on when they were computed.
@@ -31,7 +32,7 @@ class Shared:
             gave or got them.
     """
 
-    __slots__ = ("ended", "format", "input", "known", "learned", "lent", "recorded", "weights")
+    __slots__ = ("begun_by", "ended", "format", "input", "known", "learned", "lent", "recorded", "weights")
 
     def __init__(self, weights: object, learned: Mapping[str, Tensor] | None = None) -> None:
         self.weights, self.learned, self.recorded = weights, learned or {}, torch.is_grad_enabled()
@@ -40,6 +41,7 @@ class Shared:
         self.format: torch.memory_format | None = None
         self.input: Tensor | None = None
         self.ended = False
+        self.begun_by: object = None
 
     def know(self, value: Tensor) -> int | None:
         """Note a tensor that the model knows and that may be part of a stream; returns what `noted` does."""

@@ -209,8 +209,11 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def balanced(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """`sinkhorn`, in plain torch where the operator is not supported or takes longer than the loop."""
-    if under_transforms():
+    """`sinkhorn`, in plain torch where the operator is not supported or takes longer than the loop.
+
+    An exported program has to run where rewire is not, and ONNX knows no operators of others.
+    """
+    if under_transforms() or torch.compiler.is_exporting():
         return sinkhorn_steps(logits, iterations, eps)
     loop = compiled_sinkhorn(logits) if by_product(logits) else None
     return sinkhorn(logits, iterations, eps) if loop is None else loop.forward(logits, iterations, eps)

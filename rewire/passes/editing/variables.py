@@ -503,11 +503,16 @@ def bound_before(text: Text, statement: ast.AST) -> set[str]:
 
 
 def statements_behind(text: Text, node: ast.AST) -> list[ast.stmt]:
-    """The statements that follow the one of ``node`` in the same body."""
-    statement = text.statement(node)
-    lists = [getattr(text.parents[statement], field, None) for field in ("body", "orelse", "finalbody")]
-    body = next((each for each in lists if isinstance(each, list) and statement in each), [])
-    return body[body.index(statement) + 1 :] if body else []
+    """The statements that follow the one of ``node``, in the same body and behind each ``if`` around it."""
+    statement, found = text.statement(node), list[ast.stmt]()
+    while True:
+        around = text.parents[statement]
+        lists = [getattr(around, field, None) for field in ("body", "orelse", "finalbody")]
+        body = next((each for each in lists if isinstance(each, list) and statement in each), [statement])
+        found += body[body.index(statement) + 1 :]
+        if not isinstance(around, ast.If | ast.With):
+            return found
+        statement = around
 
 
 def read_behind_ifs(name: str, statements: Sequence[ast.stmt], reads: Set[int]) -> ast.stmt | None:

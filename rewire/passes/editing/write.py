@@ -126,7 +126,7 @@ class _Editor:
         lines = [f"{self.depth} = {self._gate}.enter()"]
         lines += [self._brings(edit) for edit in self.edits if isinstance(edit, Parameter) and edit.reader is None]
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
-        start, _ = self.text.span(body[0])
+        start = self.text.start(body[0])
         line = text.rfind("\n", 0, start) + 1
         indent = text[line:start]
         if indent.strip():  # on the same line as the ``def``
@@ -329,7 +329,7 @@ class _Editor:
 
     def _before(self, statement: ast.stmt, *lines: str) -> list[Change]:
         """Lines before a statement: on its own line if it is a ``return``, or if something stands before it there."""
-        start, _ = self.text.span(statement)
+        start = self.text.start(statement)
         first = self.text.text.rfind("\n", 0, start) + 1
         indent = self.text.text[first:start]
         if indent.strip() or isinstance(statement, ast.Return):

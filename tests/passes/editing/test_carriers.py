@@ -398,6 +398,43 @@ def test_what_stands_between_a_parameter_and_the_blocks(topology: str, body: str
     torch.testing.assert_close(rewired(x, True), rewired(x[:, -1:]))
 
 
+class Masked(nn.Module):
+    """Adds positions if it has some, and leaves out tokens if it is told which."""
+
+    def __init__(self, positions: bool, renames: bool) -> None:
+        super().__init__()
+        self.embed, self.renames = nn.Linear(8, 8), renames
+        self.positions = nn.Parameter(torch.randn(3, 8)) if positions else None
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        if self.positions is not None:
+            x = x + self.positions
+        if mask is not None:
+            x = x * mask
+        if self.renames:
+            hidden = x
+            for layer in self.layers:
+                hidden = layer(hidden) + hidden
+            return hidden
+        for layer in self.layers:
+            x = layer(x) + x
+        return x
+
+
+@pytest.mark.parametrize("renames", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+def test_what_stands_between_optional_operations_and_the_blocks(positions: bool, renames: bool) -> None:
+    x, mask, model = torch.randn(2, 3, 8), torch.tensor([[[1.0], [0.0], [1.0]]]), Masked(positions, renames)
+    for given in ((x,), (x, mask)):
+        rewired = rewire.compile(model, "denseformer", example_inputs=given)
+        for args in ((x,), (x, mask)):
+            torch.testing.assert_close(rewired(*args), model(*args))
+    rewired.positions = None
+    torch.testing.assert_close(rewired(x, mask), rewire.restore(rewired)(x, mask))
+
+
 class Renamed(LastOnly):
     """Keeps, too, what it was given."""
 

@@ -59,5 +59,40 @@ def test_a_method_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
     assert "'Chunked.forward_chunk'" in warning and "adds of the model in another way" in warning
 
 
+def joint(x: Tensor, layer: Streaming) -> Tensor:
+    return x + layer.f(layer.norm(x))
+
+
+def scaled(x: Tensor, f: Tensor) -> Tensor:
+    return x + 1.0 * f
+
+
+class Staged(Streaming):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x, self.f(self.norm(x)))
+
+
+class Pi0(nn.Module):
+    """A function makes the adds of its layers; in another call, their own forwards do."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor, staged: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if staged else joint(x, layer)  # type: ignore[arg-type]
+        return x
+
+
+@pytest.mark.parametrize("layer", [Streaming, Staged])
+def test_forwards_of_layers_whose_branches_a_function_adds(
+    layer: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = warnings(Pi0(layer), caplog)
+    assert f"'{layer.__name__}.forward'" in told[0] and "adds of 'layers.0' in another way" in told[0]
+    assert all("forward_chunk" in each for each in told[1:]) and len(told) == 2
+
+
 def test_sums_with_a_number_are_none(caplog: pytest.LogCaptureFixture) -> None:
     assert not warnings(Initialised(), caplog)

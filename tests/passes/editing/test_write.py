@@ -256,14 +256,14 @@ def test_an_in_place_operation_of_a_block_that_runs_twice() -> None:
 
 
 def test_branches_of_an_if_that_take_turns_in_a_loop() -> None:
-    model, x = Kinds(), vectors(width=WIDTH)
+    model, x = Kinds(), torch.randn(2, 3, WIDTH)
     rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [6]
     torch.testing.assert_close(rewired(x), model(x))
 
 
 def test_a_start_that_is_an_operand_in_an_if() -> None:
-    x = vectors(width=WIDTH)
+    x = torch.randn(2, 3, WIDTH)
     model = nn.Sequential(ProjectsFirst(True), ProjectsFirst(), ProjectsFirst())
     rewired = rewire.compile(model, "residual", example_inputs=(x,))
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [3]
@@ -455,6 +455,52 @@ def test_the_state_behind_what_may_be_missing(seen: bool, unpacks: bool) -> None
         for recorded in (True, False):
             with torch.set_grad_enabled(recorded):
                 torch.testing.assert_close(rewired(given)[0], model(given)[0])
+
+
+def kept(function: Any) -> Any:
+    return lambda *args: function(*args)
+
+
+class Decorated(PreNorm):
+    """Begins with a decorated function, and has one behind an add (torchtitan's FLUX)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        @kept
+        @kept
+        def attended(h: Tensor) -> Tensor:
+            return self.attn(self.ln_1(h))  # type: ignore[no-any-return]
+
+        x = x + attended(x)
+
+        @kept
+        def changed(h: Tensor) -> Tensor:
+            return self.mlp(self.ln_2(h))  # type: ignore[no-any-return]
+
+        return x + changed(x)  # type: ignore[no-any-return]
+
+
+class DecoratedInALoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+
+            @kept
+            def branch(h: Tensor, block: nn.Module = block) -> Tensor:
+                return block(h)  # type: ignore[no-any-return]
+
+            x = x + branch(x).tanh()
+        return x
+
+
+def test_decorated_functions_inside_a_forward() -> None:
+    for net, x in ((Stack(Decorated), vectors()), (DecoratedInALoop(), torch.randn(2, 3, WIDTH))):
+        rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(x,))
+        assert not rewire.inspect(net, example_inputs=(x,)).left
+        torch.testing.assert_close(rewired(x), net(x))
 
 
 @pytest.mark.parametrize(
