@@ -66,6 +66,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module | None:
+    """`get_submodule`, or None if there is no module at that path."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The table of a module's own parameters, in which FSDP and tensor parallelism put other objects."""
     return module._parameters

@@ -31,7 +31,7 @@ from rewire.passes.finding.projections import kind_by_use
 from rewire.passes.finding.record import record
 from rewire.passes.prepare import Prepared
 from rewire.patterns import Pattern
-from rewire.torch_internals import CHILDREN, backward_hooks, pytree
+from rewire.torch_internals import CHILDREN, backward_hooks, module_at, pytree
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # lines of reasons in an error message
@@ -579,7 +579,8 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     scopes = add.block()
     block = scopes[-1].path
     branch, kind = named(add)
-    name = f"{block}.{branch}" if block else branch
+    beside = module_at(flow.model, f"{block}.{branch}") is None and module_at(flow.model, branch) is not None
+    name = branch if beside or not block else f"{block}.{branch}"
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
     in_place = not flow.held.keys().isdisjoint(add.post)
     site = Site(name, block, branch, kind, post, *channels_of(flow, add), add.affine, in_place)

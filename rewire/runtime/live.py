@@ -16,7 +16,7 @@ from rewire.runtime.held import Post, Reading
 from rewire.runtime.stream import Stream
 from rewire.runtime.writes import counted, is_written, noted, uncounted
 from rewire.topologies.base import QKVInputs
-from rewire.torch_internals import only_inlined, outside_inference_mode
+from rewire.torch_internals import module_at, only_inlined, outside_inference_mode
 
 
 @dataclasses.dataclass
@@ -67,14 +67,14 @@ class Entry:
         if any(number == likely and self.told_apart.get(path) is module for path, number in numbers.items()):
             return likely
         known = {path for path in numbers if self.told_apart.get(path) is module}
-        now = {path for path in numbers if _submodule(owner, path) is module}  # in place of another, as an adapter is
+        now = {path for path in numbers if module_at(owner, path) is module}  # in place of another, as an adapter is
         moved = known and not known & now
         found = {numbers[path] for path in (known if moved else now)}
         return likely if likely in found else found.pop() if len(found) == 1 else None
 
     def has_one_twice(self, owner: nn.Module) -> bool:
         """Whether a module stands in another one's place, too, so that it does not tell which iteration runs."""
-        now = {path: _submodule(owner, path) for path in self.iterations}
+        now = {path: module_at(owner, path) for path in self.iterations}
         kept = {id(module) for path, module in now.items() if self.told_apart.get(path) is module}
         return any(id(module) in kept for path, module in now.items() if self.told_apart.get(path) is not module)
 
@@ -98,13 +98,6 @@ class Entry:
         if made.connection is connection:  # a block alone is copied; or the connection will be, later
             memo.setdefault((WAITING, id(connection)), []).append(made)
         return made
-
-
-def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return owner.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 class Live:

@@ -13,14 +13,15 @@ from rewire.conventions import is_norm
 from rewire.logs import rewrite as log
 from rewire.passes.editing.edits import Plans
 from rewire.passes.find import Found
-from rewire.torch_internals import children_of
+from rewire.torch_internals import children_of, module_at
 
 
 def warn_of_other_methods(found: Found, plans: Plans) -> None:
     """Warn of methods of blocks that make the block's adds, too, but did not run."""
     ran, told = {call.code for finding in found.findings for call in finding.flow.calls}, set[CodeType]()
     for path, made_in, branches in (*_edited(found, plans), *_called_from_elsewhere(found)):
-        for method in _others(found.evaluation.flow.model.get_submodule(path), made_in, branches):
+        module = module_at(found.evaluation.flow.model, path)  # None where a site's name is no module's
+        for method in () if module is None else _others(module, made_in, branches):
             code = method.__code__
             if code not in ran and code not in told:
                 told.add(code)

@@ -16,6 +16,7 @@ from rewire.passes.finding.attention import MULTIHEAD, attentions, projections_i
 from rewire.passes.finding.flow import Flow
 from rewire.passes.finding.fused import as_fused, features_in
 from rewire.patterns import Pattern
+from rewire.torch_internals import module_at
 from rewire.trunk import Site
 
 #: Paths from the model's root, and the layout of a fused projection if known.
@@ -102,7 +103,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add)
     by_use, others = known[0] if known else ((), {})
     called = {scope.path for op in add.region for scope in op.scope.outward() if not scope.helper}
     called |= {weight_of(op) for op in add.region}
-    used = [by_use] if by_use and (by_use[0] in called or _submodule(model, by_use[0]) is not None) else []
+    used = [by_use] if by_use and (by_use[0] in called or module_at(model, by_use[0]) is not None) else []
     usual = [paths for paths in _usual_paths(model, site) if not used or {*paths} != {*used[0]}]  # names may mislead
     candidates = [*_declared(model, site, found), *((paths, None) for paths in (*usual, *used))]
     # In a joint attention of two streams, modules with usual names may read the other stream.
@@ -139,7 +140,7 @@ def _layout(flow: Flow, site: Site, add: Add, paths: tuple[str, ...], declared: 
             f"the attention '{site.name}' cannot have separate q/k/v inputs: '{path}' makes all three, and returns "
             "more than one tensor. Let it return its features alone, or use a topology that reads one value."
         )
-    features = features_in(flow, add, path, out_features(_submodule(flow.model, path)) or 0, site.width or 0)
+    features = features_in(flow, add, path, out_features(module_at(flow.model, path)) or 0, site.width or 0)
     fused = as_fused(features)
     if len({*features}) + len(paths) != 4:  # it makes all three, or two if another projection makes the third
         return declared
@@ -183,7 +184,7 @@ def _named(model: nn.Module, site: Site, names: tuple[str, ...]) -> tuple[str, .
     for block in _blocks(site) if names else ():
         branch = site.name.removeprefix(block).lstrip(".")
         paths = tuple(_join(block, name.format(branch=branch)) for name in names)
-        if all(_submodule(model, path) is not None for path in paths):
+        if all(module_at(model, path) is not None for path in paths):
             return paths
     return None
 
@@ -218,7 +219,7 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
 
 def _below(model: nn.Module, site: Site) -> dict[str, nn.Module]:
     """The modules of a block by their paths below it; empty for a flat graph."""
-    block = _submodule(model, site.block)
+    block = module_at(model, site.block)
     return {} if block is None else dict(block.named_modules())
 
 
@@ -228,11 +229,4 @@ def _join(*paths: str) -> str:
 
 def _needs_layout(model: nn.Module, paths: tuple[str, ...]) -> bool:
     """Whether ``paths`` name one fused projection, which can be fed only if the layout of its output is known."""
-    return len(paths) != 3 and not is_joint_attention(_submodule(model, paths[0]))
-
-
-def _submodule(root: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return root.get_submodule(path)
-    except AttributeError:
-        return None
+    return len(paths) != 3 and not is_joint_attention(module_at(model, paths[0]))
