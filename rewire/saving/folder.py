@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.copies import M
-from rewire.errors import RewireError, WrappedModel, check_count
+from rewire.errors import RewireError, WrappedModel, check_positive
 from rewire.files import make_folder, staged, token_of, tokens
 from rewire.placement import is_dtensor
 from rewire.runtime.connection import Connection, SeparateNorms, learned_connections
@@ -62,7 +62,7 @@ def save(
         >>> rewire.save(rewired, "folder")
     """
     _check_part(weights)
-    check_count("max_shard_bytes", max_shard_bytes, 1)
+    check_positive("max_shard_bytes", max_shard_bytes, 5e9)
     found = learned_connections(model, "there is no recipe to save. Use torch.save or save_pretrained")
     state = _part(model, weights)
     _check_savable(state)

@@ -154,7 +154,7 @@ def test_every_topology(key: str, tmp_path: Path) -> None:
 
 def test_what_was_saved_can_be_looked_at_without_the_model(tmp_path: Path) -> None:
     model = mixed(llama())
-    rewire.save(model, tmp_path / "saved", max_shard_bytes=50_000)
+    rewire.save(model, tmp_path / "saved", max_shard_bytes=5e4)  # type: ignore[arg-type]
     model.save_pretrained(tmp_path / "pretrained", max_shard_size="50KB")
     for folder in ("saved", "pretrained"):
         (found,) = matrices(tmp_path / folder).values()

@@ -248,7 +248,7 @@ class _Planner:
         users = self.flow.users[value]
         calls = (call for user in users for call in user.scope.outward() if call.parent is scope)
         places = [user.place for user in users if user.scope is scope] + [call.call for call in calls]
-        lines = {place_of(*place)[0] or 0 for place in places if place is not None}
+        lines = {0 if place is None else place_of(*place)[0] or 0 for place in places}
         reader = read_behind_ifs(name, statements, lines)
         return None if reader is None or any(line < reader.lineno for line in lines) else span_of(reader)
 
