@@ -70,9 +70,9 @@ def test_copied_blocks_use_the_weights_of_the_model_that_holds_them(which: str, 
 def test_blocks_of_another_rewired_model_are_refused(number: int, topology: str) -> None:
     """The first block would bring the connections of its own model, in silence; from the others nothing tells it."""
     model, other = (mixed(Stack(PreNorm), topology, example_inputs=(vectors(),)) for _ in range(2))
-    expected, own = model(vectors()), model.layers[number]
+    expected, own, average = model(vectors()), model.layers[number], copy.deepcopy(model)
     alone = pickle.loads(pickle.dumps(own))
-    for block in (other.layers[number], copy.deepcopy(other.layers[number]), alone):
+    for block in (other.layers[number], copy.deepcopy(other.layers[number]), alone, average.layers[number]):
         model.layers[number] = block
         with pytest.raises(rewire.OutOfOrder, match=r"were rewired in two models.*load_state_dict.*rewire\.restore"):
             model(vectors())

@@ -363,8 +363,9 @@ class LastOnly(nn.Module):
         )
 
     def forward(self, x: Tensor, last: bool = False) -> Tensor:
-        if x.shape[1] > 9:
-            raise ValueError(f"{x.shape[1]} positions")
+        length = x.shape[1]
+        if length > 9:
+            raise ValueError(f"{length} positions")
         if last:
             x = x[:, -1:]
         if self.body == "adds":

@@ -241,6 +241,10 @@ def test_blocks_that_stand_in_the_place_of_others_too() -> None:
     for rewired.skip in ((0, 1), (1,), (2,)):
         with pytest.raises(rewire.OutOfOrder):
             rewired(x)
+    leaves = rewire.compile(net_of(EXITS["return"]), "denseformer", example_inputs=(written_input(),))
+    leaves.blocks[2], leaves.exit = leaves.blocks[0], 0
+    with pytest.raises(rewire.OutOfOrder):
+        leaves(x)
     rewired.blocks[2] = copy.deepcopy(rewired.blocks[0])
     for skip in ((0, 1), (1,), (2,)):
         rewired.skip = ()
