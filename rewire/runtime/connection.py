@@ -128,7 +128,7 @@ class Connection(Watched):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
         for entry in memo.pop((WAITING, id(self)), ()):
             entry.connection = made
         return made
