@@ -96,7 +96,7 @@ def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     assert any("depth_connections" in name for name in loaded.state_dict)
 
 
-@pytest.mark.parametrize("topology", ["ancre-ingoing", "mhc"])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "mhc:iterations=2"])
 def test_an_exported_program_needs_no_rewire(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels run, too; nor does it need rewire's operators, which ONNX does not know."""
     monkeypatch.setattr(switch, "INTERPRETED", True)
