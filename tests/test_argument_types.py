@@ -94,4 +94,8 @@ def test_the_errors_name_the_argument() -> None:
     with pytest.raises(TypeError, match="generator must be a Generator, not int"):
         rewire.initialize(written_net(), "idinit", generator=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="trunks has to hold the names of trunks"):
+        rewire.compile(written_net(), trunks=3, example_inputs=written_input())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path must be a str, not int"):
+        rewire.source(rewire.compile(written_net(), validate=False), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="trunks has to hold the names of trunks"):
         rewire.compile(written_net(), trunks=torch.zeros(3), example_inputs=written_input())  # type: ignore[arg-type]

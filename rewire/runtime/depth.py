@@ -136,8 +136,9 @@ class Depth(Calls, LeftOut):
             owner, module = looked_up(*before)
             if module is None:  # it is none of the calls that add
                 aside = Live(stream, None, stream)
-                aside.unknown = True
+                aside.unclear = True
                 return self._track(aside, norm)
+            stream.shared.tells(entry, owner)
             stream = stream.skipped(self._position_of(entry, owner, module, stream.position), known=True)
         if entry is not None and stream.position in entry.adds:
             return self._track(Live(stream, entry, stream), norm)

@@ -49,11 +49,11 @@ class LeftOut(OpenStreams):
         live = self._of_trunk(entry.trunk)
         if live is None or module is None:
             return value
+        live.stream.shared.tells(entry, owner)
         ran = live.stream.position - live.first
         known = entry.number_of(entry.iterations, owner, module, ran - to)
         adds = None if known is None else known + to
-        live.unknown |= adds is None
-        live.looped = owner
+        live.unclear |= adds is None
         if adds is None or adds == ran:
             return value
         held = [part for part in tensors_and_streams(value) if isinstance(part, Tensor) and self._holding(part) is live]

@@ -61,22 +61,22 @@ class Entry:
     def number_of(self, numbers: Mapping[str, int], owner: nn.Module, module: object, likely: int) -> int | None:
         """The number, in `iterations` or `calls`, of what runs ``module``, of the function's module ``owner``.
 
-        It is mostly ``likely``. None if nothing is known to run ``module``, or if it may be either of several numbers:
-        a module that was put in another one's place, too, is at both.
+        It is mostly ``likely``. None if nothing is known to run ``module``. If that was put in another one's place,
+        too, it is the next of both (`has_one_twice`).
         """
         if any(number == likely and self.told_apart.get(path) is module for path, number in numbers.items()):
             return likely
         known = {path for path in numbers if self.told_apart.get(path) is module}
         now = {path for path in numbers if module_at(owner, path) is module}  # in place of another, as an adapter is
         moved = known and not known & now
-        found = {numbers[path] for path in (known if moved else now)}
-        return likely if likely in found else found.pop() if len(found) == 1 else None
+        found = sorted(numbers[path] for path in (known if moved else now))
+        return next((number for number in found if number >= likely), found[0] if found else None)
 
     def has_one_twice(self, owner: nn.Module) -> bool:
-        """Whether a module stands in another one's place, too, so that it does not tell which iteration runs."""
-        now = {path: module_at(owner, path) for path in self.iterations}
-        kept = {id(module) for path, module in now.items() if self.told_apart.get(path) is module}
-        return any(id(module) in kept for path, module in now.items() if self.told_apart.get(path) is not module)
+        """Whether a module stands in another one's place, too, and does not tell which iteration or call it is."""
+        now = {path: module_at(owner, path) for path in self.told_apart}
+        kept = {id(module) for path, module in now.items() if self.told_apart[path] is module}
+        return any(id(module) in kept for path, module in now.items() if self.told_apart[path] is not module)
 
     @property
     def in_use(self) -> Connection:
@@ -118,8 +118,7 @@ class Live:
         given: whether a called function has the stream now.
         called: whether the function was called with a value that its caller had read.
         unrecorded: whether a read or an add ran with autograd on, though it was off when the stream began.
-        unknown: whether an iteration of a loop ran of which it is not known which one it is.
-        looped: the function's module, if the modules below it have told which iteration of a loop runs.
+        unclear: whether an iteration of a loop ran of which it is not known which one it is.
         parts: sums of the value and some parallel branches of the next residual add, with these branches.
         parallel: these sums and branches, each with its version counter when the sum was made.
         replaced: what stood for the value before adds were skipped: other variables may still hold it.
@@ -136,8 +135,7 @@ class Live:
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
         self.apart = False
-        self.given = self.unrecorded = self.unknown = False
-        self.looped: nn.Module | None = None
+        self.given = self.unrecorded = self.unclear = False
         self.called = isinstance(stream.held, Reading)
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self.parallel: list[tuple[Tensor, int | None]] = []
@@ -153,13 +151,6 @@ class Live:
         if self.entry is None or not isinstance(self.source, Tensor) or self.stream.position != self.skipped:
             return False
         return self.entry.adds.get(0) == len(self.stream.layout.units)
-
-    @property
-    def unclear(self) -> bool:
-        """Whether nothing tells which iterations were left out. To be asked only if some were: it looks up modules."""
-        if self.unknown or self.looped is None or self.entry is None:
-            return self.unknown
-        return self.entry.has_one_twice(self.looped)
 
     @property
     def overwritten(self) -> bool:

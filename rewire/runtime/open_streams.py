@@ -105,11 +105,8 @@ class OpenStreams:
         expected = ran if entry is None else entry.adds.get(live.first, ran)
         if not leaves and not stream.complete:
             layout.check_passes(stream.position, len(layout.units))
-
-        def told() -> bool:
-            return live.not_started or (entry is not None and entry.ordered and not live.unclear)
-
-        if entry is not None and ((ran > expected and not entry.runs_blocks) or (ran < expected and not told())):
+        told = live.not_started or (entry is not None and entry.ordered and not live.unclear)
+        if entry is not None and ((ran > expected and not entry.runs_blocks) or (ran < expected and not told)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire.runtime.writes import is_written, noted
 from rewire.torch_internals import in_higher_order, only_inlined, writes_within
@@ -20,6 +21,7 @@ class Shared:
 
     Attributes:
         begun_by: the connection, as the function knows it in which the stream began; None on later pipeline stages.
+        told_by: of each function in which modules have told which adds run, its `Entry` for the trunk, and its module.
         weights: the effective weights.
         learned: the learned weights behind them, by name: pipelines send these to later stages.
         recorded: whether autograd was on when they were computed.
@@ -32,7 +34,7 @@ class Shared:
             gave or got them.
     """
 
-    __slots__ = ("begun_by", "ended", "format", "input", "known", "learned", "lent", "recorded", "weights")
+    __slots__ = ("begun_by", "ended", "format", "input", "known", "learned", "lent", "recorded", "told_by", "weights")
 
     def __init__(self, weights: object, learned: Mapping[str, Tensor] | None = None) -> None:
         self.weights, self.learned, self.recorded = weights, learned or {}, torch.is_grad_enabled()
@@ -42,6 +44,7 @@ class Shared:
         self.input: Tensor | None = None
         self.ended = False
         self.begun_by: object = None
+        self.told_by: list[tuple[Any, nn.Module]] = []
 
     def know(self, value: Tensor) -> int | None:
         """Note a tensor that the model knows and that may be part of a stream; returns what `noted` does."""
@@ -62,6 +65,15 @@ class Shared:
         if lent and not (torch.compiler.is_compiling() and in_higher_order()):
             self.lent = []
         return any(is_written(value, before) for value, before in lent)
+
+    def tells(self, entry: Any, owner: nn.Module) -> None:
+        """Note a function, of the module ``owner``, in which a module has told which adds run."""
+        if not (torch.compiler.is_compiling() and in_higher_order()) and all(entry is not e for e, _ in self.told_by):
+            self.told_by.append((entry, owner))
+
+    def has_one_twice(self) -> bool:
+        """Whether a module that would tell which adds ran stands in two places."""
+        return any(entry.has_one_twice(owner) for entry, owner in self.told_by)
 
     def end(self) -> None:
         """Note that the trunk has made its output."""

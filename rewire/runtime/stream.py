@@ -480,6 +480,12 @@ class Stream(TensorLike):
         self.layout.check_read_later(self.position, position)
         if not known:
             self.layout.check_told(self.position, position)
+        if position > self.position and self.shared.has_one_twice():
+            raise OutOfOrder(
+                f"residual adds of trunk '{self.layout.trunk}' were left out, and the modules that ran should tell "
+                "which ones. But since the model was rewired, a module was put in another one's place, too. Give each "
+                "place a module of its own (copy.deepcopy), or leave out none."
+            )
         stream = self
         while stream.position < position:
             stream._seen("skip")

@@ -315,7 +315,7 @@ def test_files_are_small_and_keep_licences(tmp_path: Path) -> None:
     assert text.startswith("# Copyright 2022 EleutherAI and the HuggingFace Inc. team.")
     assert "class LlamaAttention" not in text  # it was not edited
     assert len(text.splitlines()) < 250
-    assert len(runtime.splitlines()) < 5_640
+    assert len(runtime.splitlines()) < 5_650
     assert max(map(len, runtime.splitlines())) <= 120
     assert str(Path(models.__file__).parent) not in text + runtime
 

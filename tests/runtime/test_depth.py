@@ -40,6 +40,17 @@ def test_parallel_branches_in_two_statements_keep_the_factor_of_the_first(topolo
     assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)
 
 
+def test_a_factor_on_the_state_that_was_1() -> None:
+    """Where others give a mask: the message has its shape, and not all its numbers."""
+    net = written_net(body="for block in self.blocks:\n    x = block(x) * self.factor")
+    net.factor = 1.0
+    rewired = rewire.compile(net, "denseformer", example_inputs=(written_input(),))
+    for factor, said in ((torch.ones(2, 3, 1), r"a tensor of shape \[2, 3, 1\]"), (2.0, "2.0")):
+        rewired.factor = factor
+        with pytest.raises(rewire.OutOfOrder, match=f"multiplies the residual stream by {said}, but did so by 1 when"):
+            rewired(written_input())
+
+
 TWO = 'state = {"a": x, "b": 2 * x}\nfor block in self.blocks:\n    state = block(state)\nx = state["a"] + state["b"]'
 STEPS = [
     'state["b"] = state["b"] + self.g(state["b"])\n    return state',

@@ -230,27 +230,55 @@ def test_blocks_that_are_removed_or_moved_later(topology: str) -> None:
         rewired(x)
 
 
-def test_blocks_that_stand_in_the_place_of_others_too() -> None:
+class Steps(nn.Module):
+    """A method makes the adds, by blocks that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.skip = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), ()
+
+    def step(self, x: Tensor, n: int) -> Tensor:
+        block = self.blocks[n]
+        return x + block(x.tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for n in range(3):
+            if n in self.skip:
+                continue
+            x = self.step(x, n)
+        return x.relu()
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_blocks_that_stand_in_the_place_of_others_too(calls: bool) -> None:
     """Such a block tells nothing about what was left out: the first iteration's block may run in the last one."""
-    rewired = moved(rewire.compile(net_of(BODIES["continue"]), "denseformer", example_inputs=(written_input(),)))
+    net = Steps() if calls else net_of(BODIES["continue"])
+    rewired = moved(rewire.compile(net, "denseformer", example_inputs=(written_input(),)))
     x = written_input()
     twin = copy.deepcopy(rewired)
     twin.blocks[2] = copy.deepcopy(twin.blocks[0])
     rewired.blocks[2] = rewired.blocks[0]
     torch.testing.assert_close(rewired(x), twin(x))
     for rewired.skip in ((0, 1), (1,), (2,)):
-        with pytest.raises(rewire.OutOfOrder):
+        with pytest.raises(rewire.OutOfOrder, match="a module was put in another one's place, too"):
             rewired(x)
-    leaves = rewire.compile(net_of(EXITS["return"]), "denseformer", example_inputs=(written_input(),))
-    leaves.blocks[2], leaves.exit = leaves.blocks[0], 0
-    with pytest.raises(rewire.OutOfOrder):
-        leaves(x)
     rewired.blocks[2] = copy.deepcopy(rewired.blocks[0])
     for skip in ((0, 1), (1,), (2,)):
-        rewired.skip = ()
-        expected = without(rewired, x, *skip)
+        twin = copy.deepcopy(rewired)
+        for block in (twin.blocks[n] for n in skip):
+            for linear in (part for part in block.modules() if isinstance(part, nn.Linear)):
+                linear.register_forward_hook(lambda _, args, made: torch.zeros_like(made))
+        rewired.skip = twin.skip = ()
+        expected = twin(x)
         rewired.skip = skip
         torch.testing.assert_close(rewired(x), expected)
+
+
+def test_early_exits_from_a_loop_over_such_blocks() -> None:
+    rewired = rewire.compile(net_of(EXITS["return"]), "denseformer", example_inputs=(written_input(),))
+    rewired.blocks[2], rewired.exit = rewired.blocks[0], 0
+    with pytest.raises(rewire.OutOfOrder, match="a module was put in another one's place, too"):
+        rewired(written_input())
 
 
 @pytest.mark.parametrize("loop", ["for n in range(self.count):\n    block = self.blocks[n]\n", ""])
