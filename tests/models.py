@@ -723,3 +723,22 @@ CASES: dict[str, Case] = {
     "two-streams": Case(TwoStreams, lambda: (vectors(),), {"blocks": (3, 3), "blocks'": (3, 3)}),
     "shared": Case(Shared, lambda: (vectors(),), {"layers.0": (6, 3)}),
 }
+
+
+class Keyed:
+    """Is read and written by key alone."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def keys(self) -> list[str]:
+        return [*self.held]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.held
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import PreNorm, Stack, vectors
+from models import Keyed, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -116,25 +116,6 @@ class Carrier:
 class Locked(Carrier):
     def __setattr__(self, name: str, value: object) -> None:
         vars(self)[name] = value
-
-
-class Keyed:
-    """Is read and written by key alone."""
-
-    def __init__(self, **held: Any) -> None:
-        self.held = held
-
-    def keys(self) -> list[str]:
-        return [*self.held]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.held
-
-    def __getitem__(self, key: str) -> Any:
-        return self.held[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.held[key] = value
 
 
 def test_what_is_held_by_key_changes_by_key() -> None:

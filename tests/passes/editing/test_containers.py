@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mixing import shaken
+from models import Keyed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,7 +79,7 @@ class Data(Net):
         return state.x, torch.tensor(state.steps)
 
 
-class Batch:
+class Batch(Keyed):
     """Holds what it is given by key, and shows it as attributes, as batches of graphs do (PyTorch Geometric)."""
 
     def __init__(self, **held: Any) -> None:
@@ -91,18 +92,6 @@ class Batch:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.held[name] = value
-
-    def keys(self) -> list[str]:
-        return [*self.held]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.held
-
-    def __getitem__(self, key: str) -> Any:
-        return self.held[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.held[key] = value
 
 
 class Plainly:
